@@ -2,9 +2,9 @@
 
 Scope: finding groups in a module tree, and binding parameters to one storage per group.
 Not here: when a group is on the device (`access.py`), and its bytes (`store/`).
-Owner: the training side; storages are resized by the store only.
+Owner: the training side; only the store resizes storages.
 
-[Note: one storage per group] Autograd saves views of a weight's storage, `weight.t()` for one: giving a parameter new
+[Note: one storage per group] Autograd saves views of a weight's storage, such as `weight.t()`: giving a parameter new
 data would free nothing and leave such a view stale. So a group keeps one storage for ever, which is resized to 0 when
 the group leaves the device and filled again when it comes back. Filling goes through an alias, so no version counter
 moves.
@@ -38,11 +38,11 @@ class Group:
     """Parameters of one block with one dtype, all trainable or all frozen.
 
     Attributes:
-        idle_uses: how many references the storage has while nobody but the parameters looks at it.
-        classes: of the parameters, and `hidden_classes` while they are hidden (`guard.py`).
-        versions: of the parameters, as their values are known.
-        token: what is saved for backward refers to it, and so is counted. Not in a weak set, whose callback in Python
-            would swallow an interrupt by the keyboard.
+        idle_uses: reference count of the storage while only the parameters use it.
+        classes: classes of the parameters; `hidden_classes`: their classes while they are hidden (`guard.py`).
+        versions: version counters of the parameters when their values were last known.
+        token: each view saved for backward refers to it, so its reference count tells their number. Not a weak set,
+            whose callback in Python would swallow a KeyboardInterrupt.
     """
 
     index: int
@@ -60,23 +60,23 @@ class Group:
         self._idle_references = self.saved_views()
 
     def saved_views(self) -> int:
-        """How many views of the weights are saved for backward, which brings them back to use one."""
+        """How many views of the weights are saved for backward, which brings the group back before it uses one."""
         return sys.getrefcount(self.token) - self._idle_references
 
     def is_viewed(self) -> bool:
-        """Whether somebody else holds a view of the weights, so that they must stay."""
-        # Twice: between the two numbers another thread may let go of what was saved.
+        """Whether anything besides the saved views holds a view of the weights, so that they must stay."""
+        # Checked twice: between the two counts another thread may release a saved view.
         return self._other_uses() > 0 and self._other_uses() > 0
 
     def is_free(self) -> bool:
-        """Whether neither backward nor anybody else has a use for the weights."""
+        """Whether no view of the weights is saved for backward, and nothing else holds one."""
         return not (self.saved_views() or self.is_viewed())
 
     def _other_uses(self) -> int:
         return torch._C._storage_Use_Count(self.storage._cdata) - self.idle_uses - self.saved_views()
 
     def bind(self, device: ComputeDevice) -> None:
-        """Make the parameters views of the group's storage, and leave that empty. Their old data goes."""
+        """Make the parameters views of the group's storage, and leave the storage empty. Their old data is dropped."""
         where, dtype = device.torch_device, self.parameters[0].dtype
         self.storage = torch.empty(0, dtype=dtype, device=where).untyped_storage()
         device.allocate(self.storage, self.spec.device_bytes)
@@ -98,23 +98,23 @@ class Group:
         return next(spec.name for spec, own in zip(self.spec.parameters, self.parameters) if own is parameter)
 
     def accept_changes(self) -> None:
-        """What was changed so far is known."""
+        """Take the values as known: `changed` reports only later changes."""
         self.versions = [parameter._version for parameter in self.parameters]
 
     @torch.no_grad()
     def take_back(self) -> list[str]:
-        """Parameters that were given other data (`p.data = new`) are views of the storage again, with its values.
+        """Make parameters that were given other data (`p.data = new`) views of the storage again, with the new values.
 
-        The group is on the device. They count as changed until `accept_changes`.
+        The group must be on the device. These parameters count as changed until `accept_changes`.
 
         Returns:
-            What is wrong with data of another shape or dtype, whose values are gone.
+            One message for each parameter that was given data of another shape or dtype; that data is lost.
         """
         wrong = []
         for position, (parameter, spec) in enumerate(zip(self.parameters, self.spec.parameters)):
             if parameter.untyped_storage()._cdata == self.storage._cdata:
                 continue
-            self.versions[position] = _NO_VERSION  # neither the copy nor the view changes the parameter's own
+            self.versions[position] = _NO_VERSION  # neither the copy nor the view raises the parameter's own
             given, expected = (tuple(parameter.shape), parameter.dtype), (spec.shape, TORCH_DTYPES[self.spec.dtype])
             if given == expected:
                 self._view(position).copy_(parameter)
@@ -137,16 +137,17 @@ class ModelGroups:
     """All groups of a model.
 
     Attributes:
-        of_module: the groups that a module has on the device while it runs: those of its own parameters, and of all
-            below it if it is compiled, or `closed`.
-        closed: modules with all of one group below them and nothing else. What is inside of them is not listed: it may
-            need other groups, too, so these need theirs when they begin, and later only what they read.
-        together: the groups that must be on the device at one time, as far as modules tell: those of one, or of a
-            block, and of all that run around it.
-        names: one name of every parameter.
-        aliases: every name of a parameter, with that one.
+        of_module: the groups that a module needs on the device: those of its own parameters, and those of all modules
+            below it if it is compiled or `closed`.
+        closed: modules whose parameters, with those of all modules below, are exactly one group. Modules below are not
+            in `of_module`. A closed module may call modules that need other groups: its own group must be there when it
+            begins, and later only when it is read.
+        together: sets of groups that must be on the device at one time, as far as the module tree tells: those of a
+            module or of a block, with those of all modules that run around it.
+        names: one name of each parameter.
+        aliases: every name of every parameter, mapped to the one in `names`.
         empty: parameters without elements, which are in no group, by each of their names.
-        kept_views: which the first forward may make anew.
+        kept_views: views that modules hold; the first forward may make them anew.
         tied: groups with a parameter that has several names.
     """
 
@@ -160,7 +161,7 @@ class ModelGroups:
     kept_views: list[KeptView]
 
     def refuse_newcomers(self, model: nn.Module) -> None:
-        """A parameter that came into the model later is in no group: it would be computed with, and never trained.
+        """Refuse parameters that were added to the model later: they are in no group, and would never be trained.
 
         Raises:
             GraphError: names one.
@@ -173,10 +174,10 @@ class ModelGroups:
             )
 
     def check_kept_views(self, *, is_resumed: bool) -> None:
-        """After the first forward; see `tell_kept_views`.
+        """Warn of stale views after the first forward; see `tell_kept_views`.
 
         Args:
-            is_resumed: frozen weights have other values than before, too.
+            is_resumed: the run was resumed, so that frozen weights have other values than before, too.
         """
         if self.kept_views:
             stale = [view for view in self.kept_views if view.is_trained or is_resumed]
@@ -184,7 +185,7 @@ class ModelGroups:
             tell_kept_views(stale)
 
     def frozen_since(self) -> list[str]:
-        """Parameters that are trained, but that they need no gradient now."""
+        """Names of parameters that were trainable when the engine was made, and need no gradient now."""
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 spec.name
@@ -195,7 +196,7 @@ class ModelGroups:
             ]
 
     def refuse_gradients(self) -> None:
-        """A `.grad` that backward has not taken away would come into the next step.
+        """Refuse a `.grad` that backward has not taken: this step would not see it, and the next one would.
 
         Raises:
             ConfigError: names one.
@@ -215,7 +216,7 @@ class ModelGroups:
         return {id(parameter) for parameter in self.names}  # a parameter's own hash is a function in Python
 
     def acquired_bytes(self, needs: Sequence[GroupNeed]) -> int:
-        """The most that is on the device together, of groups that need this; see `together`."""
+        """Device bytes of the largest set in `together`, by the needs of its groups."""
         return max(sum(needs[group].device_bytes for group in together) for together in self.together)
 
     @property
@@ -224,7 +225,7 @@ class ModelGroups:
         return {g.index for g in self.groups if any(counts[spec.name] > 1 for spec in g.spec.parameters)}
 
     def locate(self, name: str) -> tuple[Group, ParameterSpec]:
-        """The group and the place of a parameter by its name; of one without elements, a place of none in the first.
+        """The group and the place of a parameter, by any of its names; for an empty one, a place in the first group.
 
         Raises:
             ConfigError: the model has none of this name.
@@ -239,10 +240,10 @@ class ModelGroups:
 
 
 def find_groups(model: nn.Module) -> ModelGroups:
-    """Cut a model into groups: every block of a list of blocks, and what is left by the module that owns it.
+    """Cut a model into groups: one per block of each list of blocks, the other parameters by the module that owns them.
 
     Raises:
-        ConfigError: the model cannot be trained in groups, for the reason that is given by name.
+        ConfigError: the model cannot be trained in groups; the message names what prevents it.
     """
     _refuse_unsplittable(model)
     _refuse_odd_parameters(model)
@@ -298,7 +299,7 @@ def _refuse_odd_parameters(model: nn.Module) -> None:
 
 
 def refuse_empty_buffers(model: nn.Module) -> None:
-    """Buffers on the meta device: those of a skeleton are as they should be, a model that runs needs values.
+    """Refuse buffers on the meta device: the model runs, and needs their values. (`find_groups` allows them.)
 
     Raises:
         ConfigError: names one.
@@ -316,7 +317,7 @@ def _groups_of_modules(
     inside = {below for module in compiled | closed for below in module.modules() if below is not module}
     found = {}
     for module in model.modules():
-        if module not in inside:  # hooks would break what is compiled into pieces, and tell nothing new of a block
+        if module not in inside:  # there hooks would split compiled code, and tell nothing new about a block
             own = module.parameters() if module in compiled | closed else module._parameters.values()
             if needed := _groups_of(own, index_of):
                 found[module] = tuple(sorted(needed))
@@ -329,7 +330,7 @@ def _together(
     index_of: dict[nn.Parameter, int],
     around: frozenset[int] = frozenset(),
 ) -> Iterator[frozenset[int]]:
-    """See `ModelGroups.together`. A block counts whole: what it recomputes in backward stays until that is over.
+    """See `ModelGroups.together`. A block counts as a whole: if backward recomputes it, it needs all of its groups.
 
     Args:
         around: the groups of the modules that run around this one.
@@ -351,7 +352,7 @@ def _groups_of(parameters: Iterable[nn.Parameter | None], index_of: dict[nn.Para
 def _closed_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> Iterator[nn.Module]:
     """Modules that have all parameters of one group below them and no others, and share none of them with the rest.
 
-    Not containers: nobody calls those, or many go through a Sequential themselves.
+    Containers are left out: nobody calls a ModuleList, and many models iterate over a Sequential instead of calling it.
     """
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -368,7 +369,7 @@ def _closed_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> Iter
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has been at a module, around it or in place."""
+    """Whether a module went through `torch.compile`, as a wrapper or in place."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 

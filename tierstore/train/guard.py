@@ -1,13 +1,13 @@
 """What a parameter is while its group is not on the device.
 
-Scope: hiding and showing the parameters of a group; what may be asked of a hidden one.
+Scope: hiding and showing the parameters of a group; the functions that may be called on a hidden one.
 Not here: when (`access.py`).
 Owner: the training side.
 
-[Note: let go] The graph of a step that was broken off is held by C++: it reaches its parameters and the hooks that
-unpack, the garbage collector does not see that it does, and an error holds the graph by its frames. If the engine were
-reached from there and kept that error, none of them would ever be freed. So parameters and unpacking hold a `Gate`, and
-`close` cuts it.
+[Note: let go] C++ holds the graph of a step that was broken off. The graph refers to its parameters and to the
+unpacking hooks, which the garbage collector does not see, and an error refers to the graph through its frames. If the
+graph led to the engine and the engine kept that error, none of them would ever be freed. So parameters and unpacking
+hooks hold only a `Gate`, and `close` cuts it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Gate:
         """The way to the weights.
 
         Raises:
-            ClosedError: it was cut.
+            ClosedError: the engine was closed, or could not be made.
         """
         if self._access is None:
             raise ClosedError(self._why_none)
         return self._access
 
     def cut(self) -> None:
-        """Let go of the engine, for good."""
+        """Drop the reference to the engine, for good."""
         self._access = None
         self._why_none = (
             "the engine of this model is closed: its weights are in its store, if it had one, and in its exports"
@@ -64,7 +64,7 @@ class Gate:
 
 
 def guard(group: Group, gate: Gate) -> None:
-    """Whoever reads a parameter of this group while it is hidden is sent to the gate, from now on. Twice is fine."""
+    """From now on a read of a hidden parameter of this group goes through the gate. Twice is fine."""
     group.hidden_classes = [_offloaded(kind) for kind in group.classes]
     for parameter in group.parameters:
         parameter._tierstore_access = (gate, group.index)  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ _CALLABLE = (
 
 
 def _harmless() -> frozenset[Any]:
-    """What may be asked of a parameter without its values."""
+    """The functions that may be called on a parameter without its values."""
     tensor: Any = torch.Tensor
     found = {getattr(tensor, name).__get__ for name in _READABLE.split() if hasattr(tensor, name)}
     found |= {getattr(tensor, name) for name in _CALLABLE.split() if hasattr(tensor, name)}
@@ -103,15 +103,15 @@ def _harmless() -> frozenset[Any]:
 
 _HARMLESS = _harmless()
 _GIVES_POINTER = frozenset({torch.Tensor.data_ptr})
-"""What hands out an address that no view keeps alive."""
+"""Functions that return an address. No view shows that it is in use, so the group stays entered until the pass ends."""
 
 
 class OffloadedParameter(nn.Parameter):
     """What a parameter is while its group is not on the device: reading it acquires the group, or raises by name.
 
-    A parameter changes between this class and its own; without it, reading its empty storage would crash the process.
-    Three ways past it are left, of C functions that ask nobody: the old constructors (`torch.Tensor(p)`),
-    `torch.Tensor._make_subclass`, and to be the source of another tensor's `set_`.
+    A parameter switches between this class and its own; without this class, reading its empty storage would crash the
+    process. Three C functions get past it, because they do not call `__torch_function__`: the old constructors
+    (`torch.Tensor(p)`), `torch.Tensor._make_subclass`, and another tensor's `set_` with the parameter as its source.
     """
 
     @classmethod
@@ -136,25 +136,25 @@ class OffloadedParameter(nn.Parameter):
                 access.leave(group)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Also where it cannot be read: `print(model)` asks for it, if there is an `EmbeddingBag`, and a debugger."""
+        """Also where the parameter cannot be read: debuggers ask for it, and `print(model)` with an `EmbeddingBag`."""
         try:
             return str(super().__repr__())  # type: ignore[no-untyped-call]
-        except (GraphError, ClosedError) as error:  # not a failure that was kept: it is told once, and not here
+        except (GraphError, ClosedError) as error:  # no other: a kept failure is raised once, not swallowed here
             return f"Parameter without values here: {error}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """What a model copies in forward belongs to nobody, so it is of the parameter's own class."""
+        """A copy that a model makes in forward belongs to no group, so it gets the parameter's own class."""
         hidden, copied = type(self), super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         copied.__class__ = nn.Parameter if hidden is OffloadedParameter else hidden.__bases__[1]
         return copied  # type: ignore[no-any-return]
 
     def as_subclass(self, cls: Any) -> Any:
-        """As torch's, which would not ask `__torch_function__`."""
+        """As torch's own, which does not call `__torch_function__`."""
         return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
 
 
 def _writes(func: Any) -> bool:
-    """Whether it changes its first argument in place, by its name: `add_`, `__setitem__`, `__iadd__`."""
+    """Whether a function changes its first argument in place, by its name: `add_`, `__setitem__`, `__iadd__`."""
     name: str = getattr(func, "__name__", "")
     if not name.endswith("__"):
         return name.endswith("_")

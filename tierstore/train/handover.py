@@ -1,12 +1,12 @@
-"""Gradients on their way to the store: some cross together, and on the device are no more than it has room for.
+"""Gradients on their way to the store: small ones cross together, and the device holds no more than it has room for.
 
 Scope: crossing to the loop, the tasks that wait for the store, back-pressure on device memory.
 Not here: which gradients, and when (`backward.py`); copying and norms (`store/gradients.py`).
-Owner: the training side; what is told to the store runs on the loop.
+Owner: the training side; calls of the store run on the loop.
 
-[Note: company] A small group's gradient waits for others, so that a crossing to the loop, a task and a job of a worker
-serve several. It is handed over before whatever else crosses, so nobody waits for one that waits. Where the loop is
-late it takes all that there is by then.
+[Note: company] A small group's gradient waits for others, so that one crossing to the loop, one task and one worker job
+serve several. A waiting gradient is handed over before anything else crosses, so nothing has to wait for it. If the
+loop is late, it takes all gradients that are there by then.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Handover:
     """Hands gradients over to the store.
 
     Args:
-        device_bytes: of the gradient of each group.
+        device_bytes: size of the gradient of each group.
         capacity_bytes: device memory for gradients that are complete or being made.
-        running: the last task of each group, which others may add to.
+        running: the last task of each group; others may add to it.
 
     Attributes:
         store: takes the gradients of this step.
-        peak_bytes: the most that they have taken on the device.
+        peak_bytes: the most device memory that gradients have taken.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Handover:
         self.peak_bytes = 0
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until a gradient that begins to be made fits the device beside those that are there."""
+        """Wait until a new gradient of this size fits on the device beside those that are there."""
         self._begun_bytes += nbytes
         over_bytes = self._begun_bytes - self._capacity_bytes
         if over_bytes > self._done_bytes:
@@ -70,20 +70,18 @@ class Handover:
         self.peak_bytes = max(self.peak_bytes, self._begun_bytes - self._done_bytes)
 
     def count_done(self, nbytes: int) -> None:
-        """Of what room was made for, so much is not on the device any more."""
+        """So many of the bytes that room was made for are no longer on the device."""
         self._done_bytes += nbytes
 
     def give(self, group: Group, arrival: Arrival, then: Callable[[Mark], None] | None) -> None:
-        """Have the store take what came of a group. `then` is called when it was told, with the arrival's mark. See
-        [Note: company].
-        """
+        """Have the store take an arrival of a group, then call `then` with the arrival's mark. See [Note: company]."""
         self._handed.append(_Handed(group, arrival, then))
         waiting_bytes = sum(self._device_bytes[one.group.index] for one in list(self._handed))
         post = self._runtime.post_with_next if waiting_bytes < self._company_bytes else self._runtime.post
         post(self._start_accept)
 
     def wait(self) -> None:
-        """Wait until all that was given is with the store."""
+        """Wait until the store has all that was given."""
         self._runtime.call(self._accepted)
 
     # --- on the loop thread -------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ Scope: forward hooks of modules that own parameters, and the packing of saved vi
 Not here: what happens then (`access.py`), gradients (`backward.py`).
 Owner: the training side.
 
-[Note: backward by saved tensors] What backward needs of a group are the views that forward saved. Each is packed into a
-handle that does not keep the group, and unpacking it brings the group back. So backward needs no hook on the outputs of
-a module: in-place operations, dictionaries as outputs, skipped and twice-called modules all come out right. What a
-recomputation saves past these hooks is a view, and a group with a view is not dropped. Elsewhere nothing may be saved
-past them: autograd saves a parameter as itself, which nobody sees.
+[Note: backward by saved tensors] Backward needs from a group the views that forward saved. Each is packed into a handle
+that does not keep the group, and unpacking it brings the group back. So backward needs no hook on the outputs of a
+module: in-place operations, dictionaries as outputs, skipped and twice-called modules all come out right. A
+recomputation saves views past these hooks, and a group with a view is not dropped. Elsewhere nothing may be saved past
+these hooks: autograd saves a parameter as itself, which no count of views shows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import Group, ModelGroups
 
 _Packed = tuple[Group | None, int, object, torch.Tensor]
-"""What is kept of a saved tensor. Of a view of a group's storage: the group, the number of the step, the group's token,
-which counts by it how many there are, and the view, whatever the storage holds meanwhile. Of anything else: None, its
-version, None (or what it holds uncounted), and the tensor itself. A tuple and no class, for a group has a dozen of them
-in each pass."""
+"""What is kept of a saved tensor. For a view of a group's storage: the group, the number of the step, the group's token
+(whose references count the saved views), and the view, whatever the storage holds meanwhile. For any other tensor:
+None, its version, None (or values that it holds without counting as a use), and an alias of it. A tuple and not a
+class, because a group has a dozen of them in each pass."""
 
 
 class ModelHooks:
@@ -40,8 +40,8 @@ class ModelHooks:
         self._watchers = 0
         self._step = 0
         for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack):
-            # What runs uncompiled in a compiled block saves, too: `torch.compile` would compile these for each shape.
-            # Unlike `disable` this costs a call nothing. Here and not above: the import takes seconds.
+            # Uncompiled code in a compiled block saves, too: `torch.compile` would compile these for each shape. Unlike
+            # `disable`, `skip` costs nothing per call. Not at module level: the import takes seconds.
             torch._dynamo.decorators.skip(called_by_autograd)
         self.refuse_outside: Callable[[], None] = lambda: None
         """Called when a module is called outside of `watching`."""
@@ -59,15 +59,15 @@ class ModelHooks:
         self.refuse_outside = lambda: None  # graphs hold this; see [Note: let go]
 
     def step_ended(self) -> None:
-        """The weights change: what was saved so far is of no use any more."""
+        """The weights change: views saved so far can no longer be used."""
         self._step += 1
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Forward and backward run in this.
+        """Forward and backward run inside of this.
 
         Raises:
-            GraphError: what runs takes gradients in a way that torch does not allow where there are such hooks.
+            GraphError: `torch.func` takes gradients in here, which torch does not allow under such hooks.
         """
         self._watchers += 1
         try:
@@ -89,9 +89,9 @@ class ModelHooks:
         """What runs before and after a module's forward.
 
         Args:
-            own: the module; a copy of it has its hooks, too, and weights of its own.
-            holds: its groups stay while it runs. Otherwise others may take their place where it calls for those; what
-                it reads then brings them back (`guard.py`).
+            own: the module; a copy of it has these hooks, too, but weights of its own.
+            holds: its groups stay while it runs. Otherwise groups of modules that it calls may take their place;
+                reading them then brings them back (`guard.py`).
         """
         entered: list[int] = []
 
@@ -117,7 +117,7 @@ class ModelHooks:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if module is not own:
                 return
-            # It runs also when what comes before has failed: only what was entered is left.
+            # This runs also if the forward or an earlier hook has failed: only groups that were entered are left.
             for _ in needed[: len(entered)]:
                 access.leave(entered.pop())
 
@@ -128,14 +128,14 @@ class ModelHooks:
             group = self._by_storage.get(tensor.untyped_storage()._cdata)
         except NotImplementedError:  # a sparse tensor has none
             return None, tensor._version, _counted_values(tensor), tensor.detach()
-        # Not itself, which would be held by the node that it holds, if that has made it. Both have one counter of
-        # versions, which torch does not look at where there are hooks.
+        # Detached: if the node that saves the tensor has made it, the two would hold each other. Both share one version
+        # counter, which torch does not check under such hooks.
         if group is None:
             return None, tensor._version, None, tensor.detach()
         return group, self._step, group.token, tensor.detach()
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
-        group, moment, same = packed[0], packed[1], packed[3]  # not the token: who holds that would be counted, too
+        group, moment, same = packed[0], packed[1], packed[3]  # not the token: this variable would be counted, too
         if group is None:
             if same._version != moment:
                 raise GraphError(
@@ -149,10 +149,10 @@ class ModelHooks:
                 "call engine.backward(loss) before the step"
             )
         self._gate.access.visit(group.index)
-        return same.detach()  # not itself: what is unpacked keeps the group, and what is saved does not
+        return same.detach()  # a new view: it keeps the group there, which the saved one does not
 
 
 def _counted_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a compressed sparse tensor. It holds them, perhaps weights, and their storage does not count it."""
+    """The values of a compressed sparse tensor, perhaps weights; their storage does not count that tensor as a use."""
     is_compressed = tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
     return tensor.detach().values() if is_compressed else None

@@ -7,11 +7,11 @@ thread would draw random numbers in the middle of a step.
 
 [Note: the resume position]
 When batch n is handed out, batch n + 1 has been taken from the wrapped loader already. So the position that belongs to
-batch n is taken before: the state of a loader that has one, else a count of batches and what the order of the pass was
-drawn from (the random states, generators and samplers at its start). On resume a counted pass begins again from these
-and throws away what was trained on. Data that is made in this process may draw random numbers too: batch n + 1 drew its
-own before step n was computed, so on resume it is made again from the states of that moment, and the run goes on with
-those of the generation.
+batch n is recorded before that: the state of a loader that has one, else a count of batches and what the order of the
+pass was drawn from (the random states, generators and samplers at its start). On resume a counted pass begins again
+from these and discards the batches that were trained on. Data that is made in this process may draw random numbers too:
+batch n + 1 drew its own before step n was computed, so on resume it is made again from the random states of that
+moment, and the run goes on with the states of the generation.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class PrefetchingLoader(Generic[T]):
 
     On CUDA the copy runs on a stream of its own, from pinned memory, and the current stream waits for it when the batch
     is handed out. `engine.register("data", loader)` makes its position a part of every generation; take `state_dict`
-    when a step has ended, as the engine does: then all batches handed out are trained on, and none of the others.
+    when a step has ended, as the engine does: then exactly the batches that were handed out have been trained on.
 
     Args:
         loader: a DataLoader, or any iterable. With `state_dict` and `load_state_dict` it resumes at once; without, the
             batches of the pass before the position are loaded again and thrown away.
-        device: of the batches. Tensors in mappings, lists, tuples and dataclasses are moved, and whatever has a
-            method `to(device, non_blocking=)`.
-        pin: copy tensors into pinned memory first, if they are not there; the loader may do that itself.
+        device: where the batches go. Tensors in mappings, lists, tuples and dataclasses are moved, and so are objects
+            with a method `to(device, non_blocking=)`.
+        pin: copy tensors into pinned memory first, unless the loader has done that.
 
-    A pass that is broken off ends its workers (those of `persistent_workers=True` wait for the next one, as in the
-    DataLoader itself). The next one is a new pass; over a loader with a state, it goes on after the last batch that was
-    handed out; of an iterator, which has no second pass, the batch ahead is lost. With `persistent_workers=True`, and
-    random numbers that workers draw, a run that was resumed is exact in the first pass only: such workers go on from
-    states of their own, which are no part of a generation.
+    Breaking off a pass ends its workers (with `persistent_workers=True` they wait for the next pass, as in the
+    DataLoader itself). The next pass is a new one; over a loader with a state, it goes on after the last batch that was
+    handed out; over an iterator, which has no second pass, the batch ahead is lost. With `persistent_workers=True` and
+    workers that draw random numbers, a resumed run is exact in the first pass only: such workers go on from states of
+    their own, which are not part of a generation.
     """
 
     def __init__(self, loader: Iterable[T], device: torch.device | str = "cpu", *, pin: bool = True) -> None:
@@ -62,13 +62,13 @@ class PrefetchingLoader(Generic[T]):
         self._batch_size = getattr(loader, "batch_size", None)
         self._makes_here = getattr(loader, "num_workers", 0) == 0
         self._handed_out = 0  # in this pass
-        self._has_more = True  # after those
+        self._has_more = True  # after those handed out
         self._begin: dict[str, Any] | None = None
         self._source: Any = None
         self._ahead: dict[str, Any] | None = None
         self._to_resume = False
         self._iterator: Iterator[T] | None = None
-        # Weak: a loop that is left drops its pass, and with it the workers, at once and not at some later collection.
+        # Weak: a loop that is left drops its pass, and with it the workers, at once and not at a later collection.
         self._pass: Callable[[], Any] = lambda: None
 
     def __len__(self) -> int:
@@ -77,8 +77,8 @@ class PrefetchingLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """A pass over the loader, from the position that was loaded or from the beginning.
 
-        There is one at a time: one that runs is ended, and says so (ConfigError) when it is asked for more. An error of
-        the loader is raised when its batch is asked for, after all batches before it.
+        There is one pass at a time: a new one ends the one that runs, which raises ConfigError if it is asked for more.
+        An error of the loader is raised when its batch is asked for, after all batches before it.
         """
         running = self._pass()
         if running is not None:
@@ -110,7 +110,7 @@ class PrefetchingLoader(Generic[T]):
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on at a saved position; one that runs is ended.
+        """Make the next pass go on at a saved position; a running pass is ended.
 
         Raises:
             ConfigError: the position is that of another kind of loader, or counts batches of another size.
@@ -151,7 +151,7 @@ class PrefetchingLoader(Generic[T]):
                 self._has_more = not ahead.is_end
                 yield batch
             self._source = ahead.source
-            # Only now: until it is asked for more, the last batch may not be trained on.
+            # Only now: until the pass is asked for more, the last batch may not have been trained on.
             self._handed_out, self._begin, self._ahead = 0, None, None
         finally:
             self._iterator = None  # a DataLoader ends its workers when nobody holds its iterator
@@ -159,7 +159,7 @@ class PrefetchingLoader(Generic[T]):
     def _begun(self) -> _Ahead:
         if self._handed_out:  # the last pass was broken off
             self._handed_out = 0
-            if self._is_stateful:  # it has given out a batch that nobody got
+            if self._is_stateful:  # the loader has given out a batch that nobody got
                 cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
         self._ahead = None
         self._begin = None if self._is_stateful else _beginning(self._loader)
@@ -204,7 +204,7 @@ class PrefetchingLoader(Generic[T]):
 
 
 class _Pass(Iterator[T]):
-    """Its batches, until the next pass begins."""
+    """The batches of one pass, until the next pass begins."""
 
     def __init__(self, batches: Generator[T]) -> None:
         self._batches = batches
@@ -222,7 +222,7 @@ class _Pass(Iterator[T]):
         self._batches.close()
 
     def give_way(self, *, has_more: bool) -> None:
-        """Another one begins; who has had the last batch needs no more."""
+        """Another pass begins. Asking this one for more raises, unless it has handed out its last batch."""
         state = inspect.getgeneratorstate(self._batches)
         self._gave_way = state == inspect.GEN_CREATED or (state == inspect.GEN_SUSPENDED and has_more)
         self.close()
@@ -230,11 +230,11 @@ class _Pass(Iterator[T]):
 
 @dataclasses.dataclass(slots=True)
 class _Ahead:
-    """A batch that was taken and not handed out; or the error or the end in its place.
+    """A batch that was taken and not yet handed out, or the error or the end in its place.
 
     Attributes:
         source: state of the loader after it.
-        event: after its copy, on CUDA.
+        event: CUDA event after its copy.
     """
 
     batch: Any = None
@@ -245,10 +245,10 @@ class _Ahead:
 
 
 class _Mover:
-    """Batches to a device.
+    """Moves batches to a device.
 
-    The copy stream allocates what it copies into, so the allocator gives freed batches back to that stream: without
-    `record_stream`, it would hand one out again while kernels of the compute stream still read it.
+    The copy stream allocates what it copies into, so the allocator gives the memory of freed batches back to that
+    stream: without `record_stream`, it would reuse that memory while kernels of the compute stream still read it.
     """
 
     def __init__(self, device: torch.device, pin: bool) -> None:
@@ -289,7 +289,7 @@ class _Mover:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with `function` applied to its leaves; what can move itself is one."""
+    """The same structure with `function` applied to its leaves; an object with a method `to` is a leaf."""
     made: Any
     if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, MutableMapping)):
         return {key: _mapped(item, function) for key, item in value.items()}
@@ -312,14 +312,14 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for field in dataclasses.fields(value):
-            # Past a frozen class, and past an __init__ that may do more than assign.
+            # Bypasses a frozen class, and an __init__ that may do more than assign.
             object.__setattr__(made, field.name, _mapped(getattr(value, field.name), function))
         return made
     return function(value)
 
 
 def _tensors(value: Any) -> Iterable[Any]:
-    """The tensors of a leaf: it, or those that an object with a `to` of its own holds (a PackedSequence)."""
+    """The tensors of a leaf: the leaf itself, or those that an object with a method `to` holds (a PackedSequence)."""
     if isinstance(value, torch.Tensor):
         return (value,)
     return tuple(value) if isinstance(value, tuple) else tuple(getattr(value, "__dict__", {}).values())

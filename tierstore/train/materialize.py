@@ -1,6 +1,6 @@
 """Models larger than memory: built without their weights, whose values follow as a stream.
 
-Scope: `deferred`, and the source of weights that a put-off construction is.
+Scope: `deferred`, and the source of weights that stands for a construction that was put off.
 Not here: how a constructor is followed (`deferred/recording.py`); values from a checkpoint (`checkpoints.py`).
 Owner: none; a source can be streamed any number of times.
 """
@@ -32,10 +32,10 @@ CONSTANT_LIMIT_BYTES = 64 * 2**20
 
 
 class DeferredSource(BuiltSource):
-    """The parameters of a construction that was put off by `deferred`.
+    """The parameters of a construction that `deferred` has put off.
 
     Args:
-        state: of the default generator, when the construction began and until the first stream ends.
+        state: what the default generator holds when the construction begins, and until the first stream ends.
     """
 
     def __init__(self, events: Sequence[Draw | Reseed], state: torch.Tensor, requests: Sequence[Request]) -> None:
@@ -46,16 +46,16 @@ class DeferredSource(BuiltSource):
         return {request.name for request in self._requests}
 
     def stream(self, only: Container[str] | None = None) -> Iterator[Piece]:
-        """As `Source.stream`; at the end of the first one the default generator is as ordinary construction leaves it,
-        unless somebody has used or seeded it meanwhile.
+        """As `Source.stream`; at the end of the first stream the default generator is as ordinary construction leaves
+        it, unless it was used or seeded meanwhile.
 
         Args:
-            only: of these parameters.
+            only: stream these parameters; None is all.
 
-        Memory: a few pieces of 4 MiB, and each parameter whole whose initializer cannot be cut (`trunc_normal_`,
-        `sparse_`, exp and its kin).
+        Memory: a few pieces of 4 MiB, and the whole of each parameter whose initializer cannot be cut (`trunc_normal_`,
+        `sparse_`, exp and similar functions).
         Warns:
-            UserWarning: somebody has.
+            UserWarning: it was used or seeded meanwhile.
         """
         is_moved = not self._has_streamed and not torch.equal(torch.get_rng_state(), self._state)
         if is_moved:
@@ -81,26 +81,26 @@ def deferred(
     """Runs a constructor without ever holding its parameters.
 
     The module has meta parameters and real buffers; parameters, buffers and (after the stream) the generator's state
-    are bit-equal to those of ordinary construction with the same seed (of several ranks rank 0 streams). Parameters
+    are bit-equal to those of ordinary construction with the same seed (with several ranks, rank 0 streams). Parameters
     that the constructor leaves as `torch.empty` made them are zero. Until the stream ends the default generator stays
     as it was before the call: make the engine before you draw anything else.
 
-    What is done to parameters later, before the engine is made, belongs into `build`: it is refused where it is seen,
-    which it is not through `.data`, nor in a deepcopy. Others may be added to the model then, with values of their own,
-    as adapters are, beside what is there, so that its names stay.
+    Changes of parameters before the engine is made belong into `build`. Later changes are refused if they are seen,
+    which they are not through `.data` or in a deepcopy. Parameters with values of their own, such as adapters, may be
+    added later; the existing parameters must keep their names.
 
     Args:
-        build: constructs on the CPU, with the default generator. Of a model of transformers: `from_config`, not
+        build: constructs on the CPU, with the default generator. For a model of transformers: `from_config`, not
             `from_pretrained`.
-        checkpoint: directory of safetensors that the values come from instead; the generator is then left alone. What
-            it has beside those of the model is told by a warning.
-        missing: parameters and buffers that the checkpoint lacks are refused, or as `build` makes them, as a new head,
-            which a warning tells; the generator is as after it then.
+        checkpoint: directory of safetensors that the values come from instead; the generator is then left alone. A
+            warning names tensors in it that the model does not have.
+        missing: "refuse" raises if the checkpoint lacks parameters or buffers; "build" takes those (a new head, say) as
+            `build` makes them, with a warning, and leaves the generator as after `build`.
         constant_limit_bytes: memory for parameter values that can only be kept, not produced again (read from
             elsewhere, or computed from other tensors: `orthogonal_`).
 
     Raises:
-        ConfigError: the constructor does to a parameter what cannot be done later; the message names both.
+        ConfigError: the constructor does something to a parameter that cannot be done later; the message names both.
     """
     if missing not in ("refuse", "build"):
         raise ConfigError(f"missing must be one of refuse, build, not {missing!r}")
@@ -131,7 +131,7 @@ def _finished(recorder: Recorder, model: nn.Module) -> DeferredSource:
 
 
 def _requests(recorder: Recorder, model: nn.Module) -> list[Request]:
-    """What is to be streamed: all parameters, whose memory goes."""
+    """Requests for all parameters, to be streamed later; their memory is released."""
     requests, places = [], []
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -152,7 +152,7 @@ def _requests(recorder: Recorder, model: nn.Module) -> list[Request]:
 
 
 def _fill_others(recorder: Recorder, model: nn.Module, parameters: set[int]) -> None:
-    """Gives hollow tensors that are no parameters their values, see [Note: hollow] in `deferred/records.py`.
+    """Gives hollow tensors that are not parameters their values, see [Note: hollow] in `deferred/records.py`.
 
     Args:
         parameters: storages of the model's parameters.
@@ -166,7 +166,7 @@ def _fill_others(recorder: Recorder, model: nn.Module, parameters: set[int]) -> 
 
 
 def _living(recorder: Recorder, is_wanted: Callable[[int], bool]) -> list[tuple[Record, torch.Tensor]]:
-    """Hollow storages that somebody uses, as flat tensors. What only a cycle keeps alive, nobody does."""
+    """Hollow storages that are in use, as flat tensors; not those that only reference cycles keep alive."""
     if not any(True for _ in recorder.records.living_hollow(is_wanted)):
         return []
     gc.collect()
@@ -174,7 +174,7 @@ def _living(recorder: Recorder, is_wanted: Callable[[int], bool]) -> list[tuple[
 
 
 def _tell_aliases(recorder: Recorder, parameters: set[int]) -> None:
-    """Warns of memory of parameters that others hold still: the parameters have let go of it."""
+    """Warns if something still holds memory of parameters, which the parameters themselves have released."""
     labels = sorted({record.label for record, _ in _living(recorder, parameters.__contains__)})
     if labels:
         warn_caller(

@@ -1,6 +1,6 @@
 """Seconds by phase, bytes by link, peaks by tier.
 
-Scope: reading the counters of all rooms once per step. Not here: the counters.
+Scope: reading the counters of all parts once per step. Not here: the counters.
 Owner: the training side.
 """
 
@@ -39,7 +39,7 @@ class StepMeters:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """What runs in here, as an evaluation, takes no time of a step."""
+        """What runs in here, such as an evaluation, does not count as time of a step."""
         start, stall_s = self._clock(), self._parts.access.stall_s
         try:
             with self._parts.tracer.measure("step", "evaluation"):
@@ -58,7 +58,7 @@ class StepMeters:
         self, *, step: int, grad_norm: float | None, loss_scale: float, skipped: bool, lr: list[float],
         loss: float | None,
     ) -> StepReport:  # fmt: skip
-        """The step that ends now; the next one is counted from here."""
+        """The report of the step that ends now; the next step is counted from here."""
         now, links, stall_s = self._clock(), self._links(), self._parts.access.stall_s
         seconds = self._seconds | {"wait": stall_s - self._stall_s, "total": now - self._since}
         moved = {link: links[link] - self._bytes[link] for link in links}
@@ -71,7 +71,7 @@ class StepMeters:
         return StepReport(step, grad_norm, loss_scale, skipped, lr, seconds, moved, peaks, depth, schedule, loss)
 
     def totals(self) -> dict[str, Any]:
-        """Since the engine was made."""
+        """Totals since the engine was made."""
         return {
             "bytes": self._links(),
             "peak_bytes": self._peaks(),

@@ -24,10 +24,10 @@ def called(model: Callable[..., Any], batch: Any) -> Any:
 
 
 def own_loss(output: Any) -> torch.Tensor:
-    """The loss that the model computes itself, as those of `transformers` do.
+    """The loss that the model computes itself, as models of `transformers` do.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the output has none.
     """
     loss: torch.Tensor | None = getattr(output, "loss", None)
     if loss is None:
@@ -36,7 +36,7 @@ def own_loss(output: Any) -> torch.Tensor:
 
 
 def check_loss(loss: torch.Tensor) -> None:
-    """Refuse what backward cannot begin with.
+    """Refuse a loss that backward cannot begin with.
 
     Raises:
         ConfigError: it is not one number that depends on the weights.
@@ -51,7 +51,7 @@ def check_loss(loss: torch.Tensor) -> None:
 
 
 def mean_of(losses: Sequence[torch.Tensor]) -> float:
-    """Of some losses, each a number. One by one, for on a GPU one kernel takes longer than copies of a few."""
+    """The mean of losses, each one number. Copied one by one: on a GPU one kernel takes longer than a few copies."""
     return sum(map(float, losses)) / len(losses)
 
 
@@ -61,7 +61,7 @@ def losses_side_by_side(
     """The losses of micro-batches that pass each group together."""
 
     def loss_of(batch: Any) -> torch.Tensor:
-        # In its thread: nodes that another one made may rank below all of these, and part the backwards.
+        # In the forward's thread: nodes made in another one may rank below all of these, and separate the backwards.
         loss = take_loss(called(model, batch))
         check_loss(loss)
         return loss.reshape(())
@@ -69,7 +69,7 @@ def losses_side_by_side(
     forwards = SideBySide([partial(loss_of, batch) for batch in batches])
     access.before_visit = forwards.meet
     try:
-        with access.device.current():  # it takes turns with that one's stream and generator
+        with access.device.current():  # taking turns uses the current device's stream and generator
             return forwards.run()
     finally:
         access.before_visit = lambda group: None

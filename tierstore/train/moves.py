@@ -1,9 +1,9 @@
-"""Groups on their way to the device and off it, as the training side has asked for them.
+"""Groups on their way to the device and off it, as the training side has asked.
 
 Scope: one drop, load or refresh of a group after the other, and waiting for them.
 Not here: which groups move, and when (`access.py`); the bytes (`store/weights.py`).
-Owner: the loop thread. Only `ready` and `without_room` are the training side's, too: a group is added here when it is
-whole on the device, or cannot be, and taken out there when it is to be dropped, its weights change, or it is asked for.
+Owner: the loop thread. The training side shares `ready` and `without_room`: the loop adds a group when it is whole on
+the device, or has found no room; the training side removes one that it drops, asks for, or whose weights change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.train.groups import Group
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """Some groups leave the device once the work there before `after` is over; then others come."""
+    """Some groups leave the device once the device work before `after` is over; then others come."""
 
     dropped: Sequence[int]
     after: Mark
@@ -41,7 +41,7 @@ class GroupMoves:
 
     Attributes:
         ready: groups that are whole on the device, with the weights that they have now.
-        without_room: groups for whose last load the device had no memory, and what it said; they are not there.
+        without_room: groups whose last load found no memory on the device, with its error; they are not there.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GroupMoves:
         store.updates.changing.on_spoilt = self.ready.discard
 
     def change(self, groups: Iterable[int]) -> None:
-        """Updates of these groups are pending: whoever makes them ready for what was before comes too late.
+        """Updates of these groups are pending: loads and refreshes that began before no longer make them ready.
 
         Threads: the training side's.
         """
@@ -85,7 +85,7 @@ class GroupMoves:
             self._make_ready(group, "refresh", functools.partial(self._refresh, group, self._loads.get(group)))
 
     def _make_ready(self, group: int, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """After `work` this rank's part is on the device; with those of the others the group is ready."""
+        """`work` brings this rank's part to the device; with the parts of the other ranks the group is ready."""
         gathers, index, changes = self._gathers, self._groups[group], self._changes[group]
         turn = gathers.turn() if gathers is not None else None  # now, not when the coroutine begins
 
@@ -98,7 +98,7 @@ class GroupMoves:
             if not self._store.weights.is_valid_on_device(group):  # see `without_room`
                 return
             self.ready.add(group)
-            if self._changes[group] != changes:  # looked at last, for the other thread may be between its two
+            if self._changes[group] != changes:  # checked last: `change` may be between its two lines
                 self.ready.discard(group)
 
         self._loads[group] = self._runtime.spawn(complete(), f"{what} {index.spec.name}")
@@ -109,7 +109,7 @@ class GroupMoves:
         try:
             await self._store.weights.load(group, Priority.DEMAND)
         except BudgetError as error:
-            # With other ranks, who have room, it is lost; else who needs it is told, and it is asked for again.
+            # With other ranks, which may have room, the run is lost; else its user is told, and asks again.
             if self._gathers is not None or self._store.weights.on_device(group) is not None:
                 raise
             self.without_room[group] = error
@@ -124,7 +124,7 @@ class GroupMoves:
             await self._store.updates.unread(group)
 
     async def loaded(self, group: int) -> None:
-        """Wait until a group that was asked for is ready, and as its update should have left it, or has no room."""
+        """Wait until a group that was asked for is ready, or has found no room; raises if its update has failed."""
         await asyncio.shield(self._loads[group])
         self._store.updates.changing.refuse_spoilt(group)
 
@@ -137,6 +137,6 @@ class GroupMoves:
             drop.result()
 
     async def unviewed(self, groups: Iterable[int]) -> None:
-        """Wait for updates: while they copy, they hold a view, too."""
+        """Wait until no update needs the device copy of these groups: while updates copy, they hold views."""
         for group in groups:
             await self._store.updates.leave_device(group)

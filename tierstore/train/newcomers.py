@@ -1,4 +1,4 @@
-"""Parameters that came into a model later than those who train it.
+"""Parameters that were added to a model after its engine or reducer was made.
 
 Scope: finding them, at each step.
 Not here: what that means for an engine (`groups.py`), or a reducer (`data_parallel/`).
@@ -13,8 +13,8 @@ from torch import nn
 
 
 def newcomers(model: nn.Module, known_ids: Container[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with elements that are not known, with their names."""
-    ahead: list[nn.Module | None] = [model]  # a third of the time of `model.modules()`, which makes their names
+    """Parameters with elements whose ids are not known, with their names."""
+    ahead: list[nn.Module | None] = [model]  # takes a third of the time of `model.modules()`, which makes names
     seen: set[int] = set()
     while ahead:
         module = ahead.pop()

@@ -1,6 +1,6 @@
 """Which generation of a store a run goes on from, and opening it.
 
-Scope: the user's wish against what is there, at all ranks; refusing what cannot be gone on with.
+Scope: the user's wish against the generations that exist, at all ranks; refusing those that this run cannot continue.
 Not here: how a store is opened (`store/training.py`).
 Owner: the thread that makes the engine.
 """
@@ -37,9 +37,9 @@ def find_generation(
     partition: Partition,
     team: Team,
 ) -> Generation | None:
-    """The generation to resume, by the user's wish; the store is then locked, so that it stays the one to resume.
+    """The generation that the user wants to resume; the store is then locked, so that it stays the one to resume.
 
-    Of several nodes each has manifests of its own: it is the newest that all have, of one commit.
+    Each node has manifests of its own: with several nodes it is the newest that all have from the same commit.
     """
     if not tiers.nvme:
         _refuse_nothing(options.resume, [], backend)
@@ -68,9 +68,9 @@ def find_generation(
 
 
 def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partition) -> Generation | None:
-    """A generation; None if the nodes have it of several commits: of different runs, or one went on alone.
+    """A generation; None if the nodes have it from different commits: of different runs, or because one went on alone.
 
-    What an older release has committed has no name of its own.
+    Commits of older releases have no name.
     """
     read: list[Generation] = []
 
@@ -86,7 +86,7 @@ def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partit
 
 
 def _nothing_in_common(found: Mapping[int, Sequence[int]], before: str) -> ConfigError:
-    """By the rank that leads it, the generations of each store."""
+    """The error that lists the generations of each store, by the rank that leads it."""
     have = [f"rank {rank} {', '.join(map(str, sorted(numbers))) or 'none'}" for rank, numbers in found.items()]
     return ConfigError(
         f"the stores of the nodes have no generation in common{before} (by number, at {'; '.join(have)}): they "
@@ -109,13 +109,13 @@ def _refuse_nothing(resume: Resume, directories: Sequence[Path], backend: Backen
 
 
 def _numbers(manifests: Manifests, options: Options, lock: StoreLock) -> list[int]:
-    """The generations that are there, newest first, and the store locked if there are some."""
+    """The generations that are there, newest first; locks the store if there are any."""
     if not manifests.numbers(missing_ok=True):
         return []
     directory = manifests.directory
     lock.add([directory])
     numbers = manifests.numbers(missing_ok=True)
-    if not numbers:  # it was removed meanwhile
+    if not numbers:  # the store was removed meanwhile
         return []
     if options.durability is Durability.NONE:
         raise ConfigError(
@@ -133,12 +133,12 @@ def _numbers(manifests: Manifests, options: Options, lock: StoreLock) -> list[in
 def _check_can_look_back(
     runtime: Runtime, manifests: Manifests, newest: int, previous: Generation, schedule: UpdateSchedule
 ) -> None:
-    """Refuse to open a previous generation in a way that takes pending gradients from the newest one."""
+    """Refuse to open the previous generation if that would lose pending gradients of the newest one."""
     try:
         newer = runtime.call(manifests.read, newest)
         check_captured(newer.captured)
     except FormatError:
-        return  # it is damaged: nothing can be taken from it
+        return  # the newest is damaged: it has nothing to lose
     if newer.captured["pending"] is None:
         return
     if newer.records.keys() != previous.records.keys() or schedule is not UpdateSchedule.DELAYED:
@@ -156,7 +156,7 @@ def open_generation(runtime: Runtime, store: TrainingStore, generation: Generati
         runtime.call(partial(store.open, is_previous=True), generation)
         runtime.call(store.verify, generation)
     except ChecksumMismatch as error:
-        damage = str(error).rpartition("; ")[0]  # without its advice to do what is being done
+        damage = str(error).rpartition("; ")[0]  # without its advice, which is what is done here
         raise ChecksumMismatch(
             f"generation {generation.number} is not whole any more: {damage}; resume='auto' opens the newest, if that "
             "is whole; else take a copy of the store"
@@ -166,7 +166,7 @@ def open_generation(runtime: Runtime, store: TrainingStore, generation: Generati
 def check_same_store(
     generation: Generation, groups: Sequence[GroupSpec], tiers: TierConfig, schedule: UpdateSchedule
 ) -> None:
-    """Refuse what this run cannot go on with; nothing was changed.
+    """Refuse a generation that this run cannot continue; nothing was changed.
 
     Raises:
         ConfigError: it is the store of another model, or was made in another way.

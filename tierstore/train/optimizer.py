@@ -32,8 +32,8 @@ from tierstore.train.parameter_groups import checked_options, coefficients_of, r
 class TieredOptimizer(torch.optim.Optimizer):
     """The engine's optimizer as torch knows it: schedulers set the learning rate of its `param_groups`.
 
-    `step()` is the engine's step. It keeps no state of its own: moments live in the store. Its groups are those that it
-    was made with; their `param_names` are the model's.
+    `step()` is the engine's step. The optimizer keeps no state of its own: moments live in the store. Its parameter
+    groups stay those that it was made with; their `param_names` are the names in the model.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, config.model_dump())
         self._is_made = True
         self.given = [_hyper_parameters(group) for group in self.param_groups]
-        """By parameter group, the hyper-parameters that it was made with."""
+        """The hyper-parameters that each parameter group was made with."""
         _look_at_others()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The engine's step; see `Engine.step`. Hooks of steps come before and after all of it."""
+        """The engine's step; see `Engine.step`. Step hooks run before and after all of it."""
         if closure is not None:
             raise ConfigError("a closure is not supported: call engine.backward, then step")
         self._engine_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made.
+        """Works only inside the constructor.
 
         Raises:
-            ConfigError: it is made, or an option is bad.
+            ConfigError: called later, or an option is bad.
         """
         if self._is_made:
             raise ConfigError("a parameter group cannot be added to an engine; give parameter_groups to the engine")
@@ -69,11 +69,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, of what `state_dict` gave: options of groups. Moments are in neither, and stay as they are.
+        """As torch's, for what `state_dict` gave: options of groups. Moments are in neither, and stay as they are.
 
         Raises:
-            ConfigError: the groups were others, or had other members, or it is of another optimizer; nothing was
-                changed.
+            ConfigError: the state has other groups, or groups with other members, or is of another optimizer; nothing
+                was changed.
         """
         groups = state_dict["param_groups"]
         self._check_groups(groups)
@@ -86,15 +86,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def begin_schedules_here(self) -> None:
-        """A schedule that is made next begins from the rates of now, and not where another one began."""
+        """Make the next schedule begin from the current rates, not from where an earlier schedule began."""
         for group in self.param_groups:
             group["initial_lr"] = copy.deepcopy(group["lr"])  # a tensor is changed in place
 
     def restore(self, groups: Sequence[Mapping[str, Any]], but: Container[str] = ()) -> None:
-        """The options of all groups, as a generation holds them.
+        """Set the options of all groups to those that a generation holds.
 
         Args:
-            but: names of those that stay as they are.
+            but: names of options that stay as they are.
 
         Raises:
             ConfigError: as `load_state_dict`.
@@ -104,7 +104,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             group.update(with_tensors({name: value for name, value in options.items() if name not in but}))
 
     def unused(self, made_with: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What it was made with that is neither what the store was made with nor in force now, as text."""
+        """Options that it was made with, if neither the store was made with them nor are they in force now, as text."""
         found: dict[str, list[int]] = {}
         for index, (given, then, group) in enumerate(zip(self.given, made_with, self.param_groups)):
             now = _hyper_parameters(group)
@@ -131,7 +131,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The engine's, in the middle of a step; else there is nothing to do, for a step uses its gradients up."""
+        """As `Engine.zero_grad` in the middle of a step; else there is nothing to do: a step uses its gradients up."""
         self.on_zero_grad()
 
 
@@ -140,7 +140,7 @@ def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """A rate that was a tensor is one of fp32."""
+    """Whether two options are equal; floats to fp32 precision, because a rate may have been an fp32 tensor."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6)
     return bool(one == other)
@@ -152,7 +152,7 @@ def _look_at_others() -> None:
 
 
 def _refuse_idle(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Another optimizer, all of whose parameters are an engine's, finds no gradients, and would train nothing."""
+    """Refuse a step of another optimizer on parameters of an engine only: it finds no gradients, trains nothing."""
     if isinstance(optimizer, TieredOptimizer):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -165,10 +165,10 @@ def _refuse_idle(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse what the engine's step cannot step.
+    """Refuse a scheduler that the engine's step cannot drive.
 
     Raises:
-        ConfigError: it has no `step`, or one that needs arguments.
+        ConfigError: it has no `step`, `state_dict` or `load_state_dict`, or its `step` needs arguments.
     """
     kind = type(scheduler).__name__
     if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
@@ -183,9 +183,9 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def ended_schedule(captured: Mapping[str, Any], scheduler: Any) -> str | None:
-    """The class of the schedule that a generation holds, if this one is of another: its state would say nothing here.
+    """The class of the schedule that a generation holds, if this one has another: that state would mean nothing here.
 
-    Older stores do not tell the class.
+    Older stores do not name the class.
     """
     kind = captured.get("scheduler_kind")
     if scheduler is None or captured["scheduler"] is None or kind in (None, type(scheduler).__name__):
@@ -222,7 +222,7 @@ class LossScale:
         return cls(float(value))
 
     def update(self, is_finite: bool) -> None:
-        """One step was finite, or was skipped because it was not."""
+        """Take note of a step: it was finite, or was skipped because it was not."""
         if self.growth_interval == 0:
             return
         if not is_finite:
@@ -241,7 +241,7 @@ class AdamStepper:
         self.optimizer = optimizer
         self.steps: dict[str, int] = dict.fromkeys(groups.names.values(), 0)
         self._option_group: dict[str, int] = {}
-        self._kept: dict[int, list[_KeptPart]] = {}  # by group, once it is asked for: ranks share groups later
+        self._kept: dict[int, list[_KeptPart]] = {}  # by group, on demand: groups are cut among ranks later
         for index, options in enumerate(optimizer.param_groups):
             trained = [parameter for parameter in options["params"] if parameter.numel()]
             for parameter in trained:
@@ -254,15 +254,15 @@ class AdamStepper:
             self._option_group.update(dict.fromkeys(options["param_names"], index))
 
     def members(self) -> dict[str, object]:
-        """The index of each parameter's group, by what it is."""
+        """What all ranks must have the same, by description: the index of each parameter's group, and their number."""
         found: dict[str, object] = {"the number of parameter groups": len(self.optimizer.param_groups)}
         return found | {f"the parameter group of {name}": self._option_group.get(name) for name in self.steps}
 
     def options(self) -> dict[str, object]:
-        """What an update would use now, by what it is: the same at all ranks, or their weights drift apart.
+        """The options that an update would use now, by description; if ranks had different ones, weights would differ.
 
         Raises:
-            ConfigError: one was set since to what has no sense.
+            ConfigError: an option was set to a value that makes no sense.
         """
         for index, group in enumerate(self.optimizer.param_groups):
             refuse_unsupported(group, f"(in parameter_groups[{index}])")
@@ -273,9 +273,9 @@ class AdamStepper:
         }
 
     def updates(self, group: int, touched: Container[str], gradient_scale: float) -> tuple[ParameterUpdate, ...]:
-        """What the touched parameters of a group get; the learning rate and its kin are copied now.
+        """The updates of the touched parameters of a group; the learning rate and other options are read now.
 
-        Neighbours of one parameter group that were updated as often are one update.
+        Neighbours of one parameter group with the same step count share one update.
         """
         if group not in self._kept:
             self._kept[group] = list(_kept_parts(self._groups[group].spec, self._option_group))
@@ -295,14 +295,14 @@ class AdamStepper:
         return tuple(found)
 
     def count(self, touched: Iterable[str]) -> None:
-        """These parameters have made a step."""
+        """Count one more step of these parameters."""
         for name in touched:
             self.steps[name] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptPart:
-    """What this rank keeps of a parameter: elements `[start, stop)` of those that it keeps of the group.
+    """The part of a parameter that this rank keeps: elements `[start, stop)` of its part of the group.
 
     Attributes:
         options: the index of the optimizer's parameter group.

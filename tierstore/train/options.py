@@ -26,8 +26,8 @@ class Options:
     """What the user chose, validated.
 
     Attributes:
-        is_auto: the schedule was left open: it may change when the placement is known (`schedules.settled`), and asks
-            nothing of the order of calls that a norm to wait for does not.
+        is_auto: the schedule was left open: it may change when the placement is known (`schedules.settled`), and must
+            not restrict the order of calls more than waiting for a norm does.
     """
 
     schedule: UpdateSchedule
@@ -52,10 +52,10 @@ def check_kinds(
     clock: object,
     backend: object,
 ) -> None:
-    """Refuse arguments of an engine that are something else altogether.
+    """Refuse arguments of an engine that have the wrong type.
 
     Raises:
-        ConfigError: names one, and says what it takes.
+        ConfigError: the message names one, and what it takes.
     """
     expect(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
     expect(isinstance(tiers, TierConfig), "tiers", "a TierConfig", tiers)
@@ -76,10 +76,10 @@ def check_kinds(
 
 
 def expect(is_right: bool, name: str, what: str, value: object) -> None:
-    """Refuse a value that is something else altogether.
+    """Refuse a value of the wrong type.
 
     Raises:
-        ConfigError: says what it must be.
+        ConfigError: the message says what it must be.
     """
     if not is_right:
         kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
@@ -101,11 +101,11 @@ def options_of(
     """The options for this model.
 
     Args:
-        may_skip: the loss scale is dynamic: a step whose gradients are not finite changes nothing.
+        may_skip: the loss scale is dynamic, so that a step whose gradients are not finite changes nothing.
         has_store: there is a directory on NVMe.
 
     Raises:
-        ConfigError: there are no such values, or they cannot be exact together.
+        ConfigError: a value is invalid, or the options cannot be exact together.
     """
     wish = choice(UpdateSchedule, "update", update)
     kept = choice(Durability, "durability", durability)

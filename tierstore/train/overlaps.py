@@ -20,9 +20,9 @@ from tierstore.errors import ConfigError
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Every group gets a memory of its own, so what shared some would silently no longer do so.
+    """Refuse tensors that share memory: each group gets memory of its own, so they would silently stop sharing it.
 
-    Neighbours in one storage are fine: recurrent modules lay their weights so.
+    Neighbours in one storage are fine: recurrent modules place their weights so.
     """
     places: list[Place] = []
     for is_parameter, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
@@ -44,15 +44,16 @@ class KeptView(NamedTuple):
     is_trained: bool
 
     def is_there(self) -> bool:
-        """Whether it is the same one still, and not made anew, as forwards and their hooks do."""
+        """Whether the module still holds this very view: forwards and their hooks may have made it anew."""
         return any(tensor is self.tensor() for tensor in _tensors_in(vars(self.module).get(self.attribute)))
 
 
 def kept_views(model: nn.Module) -> list[KeptView]:
-    """Those that will not follow the parameters when these move to another memory.
+    """Views that will not follow the parameters when these move to other memory.
 
-    But for what an old hook makes anew before each forward, as that of `torch.nn.utils.spectral_norm`: a part of the
-    model may not be called for long. Sets, objects, long lists and what lies deeper are not looked into.
+    Without attributes that a forward pre-hook makes anew before each forward, as that of `torch.nn.utils.spectral_norm`
+    does: their module may not be called for a long time. Sets, objects, items after the first 1000 and deeper nesting
+    are not searched.
     """
     own = {id(parameter) for parameter in model.parameters()}
     ranges: dict[int, list[tuple[int, int, str, bool]]] = {}
@@ -77,7 +78,7 @@ def kept_views(model: nn.Module) -> list[KeptView]:
 
 
 def tell_kept_views(views: Iterable[KeptView]) -> None:
-    """After a forward: what it has not made anew holds the values of before. A warning, for it may never be read."""
+    """Warn of views that a forward has not made anew: they hold old values. No error: they may never be read."""
     there = [view for view in views if view.is_there()]
     if there:
         others = f" (and {len(there) - 1} more views)" if len(there) > 1 else ""
@@ -89,7 +90,7 @@ def tell_kept_views(views: Iterable[KeptView]) -> None:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Its storage, and where it begins and ends there, in bytes; None if it has no place."""
+    """The storage of a tensor, and where the tensor begins and ends there, in bytes; None if it has no place."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or not tensor.numel():
@@ -97,7 +98,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
             begin = int(tensor.storage_offset()) * tensor.itemsize
             end = begin + span(tensor.shape, tensor.stride()) * tensor.itemsize
             return tensor.untyped_storage()._cdata, begin, end
-    except (RuntimeError, ValueError):  # of functorch, or not initialized
+    except (RuntimeError, ValueError):  # a tensor of functorch, or a lazy one
         return None
 
 
@@ -108,7 +109,7 @@ _DEEPEST, _LONGEST = 3, 1000
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (list, tuple, dict, OrderedDict) and depth < _DEEPEST:  # and what does no more than hold items
+    elif type(value) in (list, tuple, dict, OrderedDict) and depth < _DEEPEST:  # not their subclasses
         for item in islice(value.values() if isinstance(value, dict) else value, _LONGEST):
             yield from _tensors_in(item, depth + 1)
 
@@ -129,7 +130,7 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def refuse_overlap(places: Iterable[Place]) -> None:
-    """Parameters that share memory with others, or with buffers.
+    """Refuse parameters that share memory with other parameters, or with buffers.
 
     Raises:
         ConfigError: names two.

@@ -1,7 +1,7 @@
-"""Who has the parameters of a model, or their gradients, already.
+"""Which engine or reducer has the parameters of a model, or their gradients, already.
 
 Scope: the marks of engines on parameters, and which reducers there are. Not here: what they do with them.
-Owner: the one list of the process's reducers; any thread.
+Owner: the process's one list of reducers, for any thread.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Reducer(Protocol):
         """Whether it averages the gradient of this parameter."""
 
     def close(self) -> None:
-        """It averages none any more."""
+        """Stop averaging gradients."""
 
 
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
-"""Those that are not closed."""
+"""The reducers that are not closed."""
 _lists = threading.Lock()
 
 
 def enlist(reducer: Reducer) -> None:
-    """It averages gradients from now on. Twice is fine."""
+    """Take note that a reducer averages gradients from now on. Twice is fine."""
     with _lists:
         _reducers.add(reducer)
 
 
 def strike_off(reducer: Reducer) -> None:
-    """It is closed. Twice is fine."""
+    """Take note that a reducer is closed. Twice is fine."""
     with _lists:
         _reducers.discard(reducer)
 
@@ -54,7 +54,7 @@ def _enlisted() -> list[Reducer]:
 
 
 def refuse_taken(model: nn.Module) -> None:
-    """A model serves one engine: its weights left with that engine's store. And it alone has their gradients.
+    """Refuse a model whose weights are in another engine's store, or whose gradients a reducer averages.
 
     Raises:
         ConfigError: an engine has taken the model over before, or a reducer is there.
@@ -65,7 +65,7 @@ def refuse_taken(model: nn.Module) -> None:
 
 
 def refuse_reduced(parameters: Iterable[tuple[str, nn.Parameter]], *, but_of: nn.Module | None = None) -> None:
-    """Two who average a gradient would divide it twice.
+    """Refuse parameters whose gradients a reducer averages: averaging them twice would divide them twice.
 
     Args:
         but_of: a module whose own reducer does not count.
@@ -84,7 +84,7 @@ def refuse_reduced(parameters: Iterable[tuple[str, nn.Parameter]], *, but_of: nn
 
 
 def close_reducers_of(module: nn.Module) -> None:
-    """Those of this very module, as of a cell of a notebook that is run again."""
+    """Close the reducers of this very module, as when a cell of a notebook is run again."""
     for reducer in _enlisted():
         if reducer.module is module:
             reducer.close()

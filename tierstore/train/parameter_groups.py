@@ -1,4 +1,4 @@
-"""Parameter groups, as torch's optimizers have them: whose they are, their options, and what the kernel gets of these.
+"""Parameter groups, as torch's optimizers have them: their members, their options, and the kernel's coefficients.
 
 Scope: refusing options that have no sense here; hyper-parameters as coefficients.
 Not here: the optimizers (`optimizer.py`, `cpu_adam.py`).
@@ -24,7 +24,7 @@ IGNORED = ("foreach", "fused")  # ways to compute the same
 _NO_OPTIONS = frozenset(
     {"params", "param_names", "name", "initial_lr", "decoupled_weight_decay", *UNSUPPORTED, *IGNORED}
 )
-"""What torch keeps beside them in a group."""
+"""Keys that torch keeps in a group beside the options."""
 _WANTED = "parameter_groups are parameters, or mappings with 'params', as torch.optim takes them"
 
 
@@ -34,10 +34,10 @@ def given_groups(
     """Parameter groups as torch takes them.
 
     Args:
-        replaced: parameters on the meta device, which may be given, and the real ones.
+        replaced: pairs of a parameter on the meta device, which may be given, and the real one.
 
     Raises:
-        ConfigError: they are none, or hold nothing.
+        ConfigError: these are not parameter groups, or hold no parameters.
     """
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
@@ -76,7 +76,7 @@ def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None
     """Give a parameter group the hyper-parameters that it lacks; a learning rate that is a tensor stays that tensor.
 
     Raises:
-        ConfigError: an option is unknown or has no sense; the group was not changed.
+        ConfigError: an option is unknown or makes no sense; the group was not changed.
     """
     refuse_unsupported(group, "(in a parameter group)")
     of_torch = {"decoupled": group["decoupled_weight_decay"]} if "decoupled_weight_decay" in group else {}
@@ -90,7 +90,7 @@ def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None
 
 
 def refuse_unsupported(options: Mapping[str, Any], where: str) -> None:
-    """Options of torch's that would give other results than they promise.
+    """Refuse options of torch's optimizers that would not do here what they promise.
 
     Raises:
         ConfigError: one is on.
@@ -104,7 +104,7 @@ def checked_options(options: Mapping[str, Any]) -> AdamWConfig:
     """The hyper-parameters of a parameter group, its learning rate a number or a tensor.
 
     Raises:
-        ConfigError: one is unknown or has no sense.
+        ConfigError: one is unknown or makes no sense.
     """
     rate = options["lr"]
     if isinstance(rate, torch.Tensor) and rate.numel() != 1:
@@ -113,10 +113,10 @@ def checked_options(options: Mapping[str, Any]) -> AdamWConfig:
 
 
 def coefficients_of(options: Mapping[str, Any], step: int, gradient_scale: float = 1.0) -> AdamCoefficients:
-    """What the kernel gets in a step (the first is 1) of a parameter group with these options, as they are now."""
+    """The kernel's coefficients in a step (the first is 1) of a parameter group with these options, as they are now."""
     beta1, beta2 = options["betas"]
     return AdamCoefficients(
-        lr=float(options["lr"]),  # set later, they may be what `AdamWConfig` takes for numbers
+        lr=float(options["lr"]),  # options set later may be anything that `AdamWConfig` takes as numbers
         beta1=float(beta1),
         beta2=float(beta2),
         eps=float(options["eps"]),

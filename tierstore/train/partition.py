@@ -1,7 +1,7 @@
-"""ZeRO: what of the training state each rank keeps, and what all ranks must agree on.
+"""ZeRO: which part of the training state each rank keeps, and what all ranks must agree on.
 
-Scope: stages, process groups, cutting groups, telling each other small things, the global norm.
-Not here: completing weights (`gathering.py`), reducing gradients (`reduction.py`), who is missing (`ranks.py`).
+Scope: stages, process groups, cutting groups, exchanging small values, the global norm.
+Not here: completing weights (`gathering.py`), reducing gradients (`reduction.py`), missing ranks (`ranks.py`).
 Owner: the training side; the team's exchanges run in a thread of their own.
 
 | stage | weights on the device | weights at rest | gradients | optimizer state |
@@ -41,19 +41,19 @@ from tierstore.train.ranks import Ranks, refuse_different
 T = TypeVar("T")
 Partials = npt.NDArray[np.float64]
 _LEAST_CHUNKS = 4
-"""Chunks of the largest group that a rank has at least: parts differ by one, and the store may open on more ranks."""
+"""Least number of chunks of the largest group per rank: parts differ by one, and the store may open on more ranks."""
 
 
 class Partition:
     """The ranks of one engine, and which part of every group this one keeps.
 
     Attributes:
-        stage: of ZeRO, 0 to 3.
+        stage: ZeRO stage, 0 to 3.
         ranks: all of them; None without a process group.
-        rank: of this one among those that share the parts.
+        rank: number of this rank among those that share the parts.
         count: number of parts.
-        shards: those that share the parts, by their rank among all.
-        position: of this rank among those that share the directories of the store.
+        shards: the ranks that share the parts, by their numbers among all.
+        position: place of this rank among those that share the directories of the store.
         replicas: the group of ranks that keep the same part (hybrid sharding); None if nobody else does.
     """
 
@@ -71,7 +71,7 @@ class Partition:
             self.rank, self.count = distributed.get_rank(shards), distributed.get_world_size(shards)
             members = distributed.get_process_group_ranks(shards)
             self.shards = [ranks.members.index(member) for member in members]
-            # A group of its own for everything that has an order of its own.
+            # Every sequence of collectives with an order of its own has a process group of its own.
             self.gathers = ranks.subgroup(members=members)
             self.turns = ranks.subgroup(backend="gloo", members=members)
             self.reductions = ranks.subgroup(members=members)
@@ -109,7 +109,7 @@ class Partition:
         return 1 if self.ranks is None else self.ranks.count
 
     def close(self, timeout_s: float) -> None:
-        """Stop the heart and the thread, and give the process groups back. Twice is fine."""
+        """Stop the heartbeat and the thread, and destroy the process groups. Twice is fine."""
         if self.ranks is None:
             return
         if self._team is not None:
@@ -132,22 +132,22 @@ class Partition:
         return spec if self.keeps_all else shard(spec, self.rank, self.count, chunk_elements)
 
     def chunk_limit(self, specs: Sequence[GroupSpec]) -> int:
-        """Elements of a chunk of a new store at most, so that the parts are about equal."""
+        """The most elements that a chunk of a new store may have, so that the parts are about equal."""
         largest = max(spec.size for spec in specs)
         return max(1, -(-largest // (self.count * _LEAST_CHUNKS * BLOCK))) * BLOCK
 
     # --- agreeing -----------------------------------------------------------------------------------------------
 
     def exchange(self, what: str, mine: T) -> list[T]:
-        """What every rank gives, by rank. All call it, in the training thread.
+        """The values that all ranks give, by rank. All ranks call this, in the training thread.
 
         Raises:
-            RankLost: one does not.
+            RankLost: a rank does not.
         """
         return [mine] if self.ranks is None else self.ranks.exchange(what, mine, self._control)
 
     def all_succeed(self, what: str, work: Callable[[], T]) -> list[T]:
-        """What the work gave at every rank, by rank; see `store/team.py`."""
+        """The results of `work` at all ranks, by rank; see `store/team.py`."""
         result, failure = attempt(work)
         return results(self.exchange(what, outcome(result, failure)), failure)
 
@@ -155,7 +155,7 @@ class Partition:
         """Refuse ranks that were given different options.
 
         Raises:
-            ConfigError: at all of them, with the first difference.
+            ConfigError: raised at all of them, with the first difference.
         """
         refuse_different(self.exchange("the options of the engine", {"zero": self.stage} | dict(options)))
 
@@ -163,20 +163,20 @@ class Partition:
         """Refuse ranks that train different models, with the first difference.
 
         Raises:
-            ConfigError: at all of them.
+            ConfigError: raised at all of them.
         """
         first = self.agree("the model", fingerprint(groups, 0, 0, ""))
         self.all_succeed("the model", lambda: check_same_model(first, groups, "rank 0 trains another model"))
 
     def agree(self, what: str, mine: T) -> T:
-        """What rank 0 gives."""
+        """The value that rank 0 gives."""
         return self.exchange(what, mine)[0]
 
     def team(self, tiers: TierConfig, *, is_durable: bool) -> Team:
-        """Those who write the store, as the store sees them.
+        """The ranks that write the store, as the store sees them.
 
         Raises:
-            ConfigError: at all: of those that share the parts, not all do; the store could not be opened by others.
+            ConfigError: raised at all ranks: some that share the parts write another store, so none is whole.
         """
         if self.ranks is None:
             return Alone()
@@ -196,14 +196,14 @@ class Partition:
     ) -> tuple[float, int]:
         """The squared global norm, and the depth that rank 0 has computed.
 
-        Partial sums of all ranks are added by their position in the model: the same bits for every number of ranks
-        that reduce gradients to the same bits.
+        Partial sums of all ranks are added by their position in the model, so the result has the same bits for every
+        number of ranks, if the reduced gradients have.
 
         Args:
-            options: of this step's update.
+            options: those of this step's update, which must be the same at all ranks.
 
         Raises:
-            ConfigError: at all ranks: they have different options.
+            ConfigError: raised at all ranks: they have different options.
         """
         told = self.exchange("the gradient norm", (self._own_partials(groups, partials), depth, options))
         refuse_different([options for _, _, options in told])
@@ -212,7 +212,7 @@ class Partition:
         return (float(np.cumsum(np.concatenate(partials))[-1]) if partials else 0.0), told[0][1]
 
     def _own_partials(self, groups: Sequence[GroupSpec], partials: Sequence[Partials]) -> Partials:
-        """Those that other ranks need, one group behind the other."""
+        """The partial sums that other ranks need, one group after the other."""
         if self.keeps_all:
             return np.zeros(0)
         parts = self._partial_counts(groups)
@@ -232,9 +232,9 @@ class Partition:
         return [spec.device_elements // self.count // BLOCK for spec in groups]
 
     def from_first(self, pieces: Iterable[Piece]) -> Generator[Piece, None, None]:
-        """The pieces of rank 0 at every rank; the others' own are let go.
+        """Yield rank 0's pieces at every rank; the pieces of other ranks are dropped.
 
-        An error that is thrown in is raised at all ranks before more pieces are made.
+        An error thrown into this generator is raised at all ranks before more pieces are made.
         """
         if self.ranks is None:
             for piece in pieces:  # noqa: UP028, what is thrown in is none of theirs
@@ -242,7 +242,7 @@ class Partition:
             return
         what, own = "weights", _handfuls(pieces) if self.ranks.rank == 0 else iter(())
         if self.ranks.rank and isinstance(pieces, Generator):
-            pieces.close()  # it holds them
+            pieces.close()  # the generator holds the pieces
         given: list[Piece] = []
         failures: list[Exception] = []
 
@@ -265,18 +265,18 @@ class Partition:
                         failures.append(error)
 
     def joined(self, what: str, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The parts of all ranks, one behind the other."""
+        """The parts of all ranks, one after the other."""
         if self.keeps_all:
             return part
         found = self.exchange(what, part)
         return np.concatenate([found[rank] for rank in self.shards])
 
     def same_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Every rank gets rank 0's."""
+        """Copy rank 0's values into the buffers of every rank."""
         if self.ranks is not None:
             held = list(buffers)
             given: list[Any] = [[buffer.detach().cpu() for buffer in held] if self.ranks.rank == 0 else None]
-            with self.ranks.waiting("initial buffers"):  # not by `agree`: each rank would hold them once for every rank
+            with self.ranks.waiting("initial buffers"):  # not by `agree`, where each rank would hold one copy per rank
                 distributed.broadcast_object_list(given, self.ranks.members[0], group=self._control)
             with torch.no_grad():
                 for buffer, value in zip(held, given[0]):
@@ -287,10 +287,10 @@ class Partition:
         return self.shards[element // (spec.device_elements // self.count)]
 
     def as_first(self, values: torch.Tensor) -> torch.Tensor:
-        """Flat values in CPU memory, as rank 0 has them."""
+        """Rank 0's values, flat and in CPU memory."""
         if self.ranks is None:
             return values.cpu()
-        # Not in place: the process group's threads let go of it a little later, and a group would seem to be in use.
+        # Not in place: the process group's threads release it a little later, and its group would seem to be in use.
         found = values.to("cpu", copy=True)
         with self.ranks.waiting("changed weights"):
             distributed.broadcast(found.view(torch.uint8), self.ranks.members[0], group=self._control)
@@ -323,7 +323,7 @@ class _RankTeam:
 
 
 def _handfuls(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that a rank has memory for, in CPU memory: a large one alone, or several that are small together."""
+    """Lists of pieces, in CPU memory, each small enough for a rank: one large piece alone, or several small ones."""
     handful: list[Piece] = []
     elements = 0
     for name, offset, values in pieces:
@@ -331,7 +331,7 @@ def _handfuls(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             if elements + part.numel() > PIECE_ELEMENTS:
                 yield handful
                 handful, elements = [], 0
-            is_rest = part.numel() < min(values.numel(), PIECE_ELEMENTS)  # it would keep all of a large tensor
+            is_rest = part.numel() < min(values.numel(), PIECE_ELEMENTS)  # a view would keep all of a large tensor
             part = part.clone() if is_rest else part
             handful.append(Piece(name, offset + start, part.detach().cpu().contiguous()))
             elements += part.numel()
@@ -347,7 +347,7 @@ class _Place:
 
 
 def _check_one_store(rank: int, place: _Place, first: int, expected: _Place) -> None:
-    """Refuse a rank whose part would be in another store than that of the first one that it shares with."""
+    """Refuse a rank whose part would be in another store than that of the first rank that it shares the parts with."""
     if place.machine != expected.machine:
         raise ConfigError(
             f"ranks {first} and {rank} are on two machines, and a store with all parts is on one: give "
@@ -400,5 +400,5 @@ def partition_of(
             )
         return Partition(stage, ranks, shards, replicas)
     except BaseException:
-        ranks.close()  # its heart
+        ranks.close()  # stops its heartbeat
         raise

@@ -1,12 +1,12 @@
-"""The ranks that train together: who they are, their collectives, and who of them is missing when one fails.
+"""The ranks that train together: their members, their collectives, and which ranks are missing when one fails.
 
-Scope: a process group with a heart beat, collectives on flat tensors under one name for every version of torch.
+Scope: a process group with a heartbeat, collectives on flat tensors under one name for every version of torch.
 Not here: what is reduced or gathered, and when (`reduction.py`, `gathering.py`, `data_parallel/`).
-Owner: the thread that makes it; `waiting` is entered by any thread.
+Owner: the thread that makes it; any thread may enter `waiting`.
 
-[Note: who is missing] A collective that fails names a socket, or nothing. So every rank counts in the group's store
-what its heart beats and says what it waits for; who does not count on after a failure is missing. A store that does
-not answer is kept by a rank that is gone or stopped.
+[Note: who is missing] A collective that fails names a socket, or nothing. So every rank writes to the group's store a
+count of its heartbeats and what it waits for; a rank whose count stands still after a failure is missing. If the store
+does not answer, the rank that keeps it is gone or stopped.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tierstore.pack.layout import listed
 T = TypeVar("T")
 _BEAT_S = 0.25
 _LOST_BEATS = 3
-"""In a row: the store is gone. torch prints a stack for each."""
+"""After so many failed beats in a row the store is gone. torch prints a stack for each."""
 _GAVE_UP, _LEFT = "gave-up", "left"
 _SHARE = 0.75
-"""Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
+"""Share of the timeout for a collective: missing ranks are to be known before the wait around it ends."""
 _NCCL_SHARE = 2.0
-"""Of the timeout: NCCL's own watchdog ends the whole process, so it is to come last."""
+"""The same for NCCL: its own watchdog ends the whole process, so it is to come last."""
 _UNTOLD_TIMEOUT_S = 300.0
-"""Of a group whose own timeout counts: a part of it is for the store's answers."""
+"""Assumed for a group whose own timeout counts; a part of it is for the store's answers."""
 
 
 class Ranks:
@@ -48,8 +48,9 @@ class Ranks:
 
     Args:
         group: None is the default group.
-        timeout_s: a rank that does not come to a collective for so long is missing; None: that is the group's affair.
-        device: this rank's GPU, for groups that know nothing else; None is torch's current one.
+        timeout_s: a rank that does not come to a collective for so long is missing; None: the group's own timeout
+            counts.
+        device: this rank's GPU, for process groups that handle GPUs only; None is torch's current one.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Ranks:
                 "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
             )
         given: object = group
-        if given == distributed.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns where it is not
+        if given == distributed.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns at other ranks
             raise ConfigError("this rank is not in the process group that was given: make nothing of it here")
         if not (group is None or isinstance(group, ProcessGroup)):
             raise ConfigError(
@@ -88,7 +89,7 @@ class Ranks:
             self._heart.start()
 
     def _agreed(self, token: str, device: torch.device | None) -> str:
-        """That of the first rank: torchrun's store keeps what ranks have said before they were started again."""
+        """The first rank's token, new for every start: torchrun's store keeps what ranks wrote before a restart."""
         told, begun, is_of_gpus = [token], 0, distributed.get_backend(self.group) == "nccl"
         store, key = _get_default_store(), f"tierstore/begun/{'-'.join(map(str, self.members))}/"
         try:
@@ -107,7 +108,7 @@ class Ranks:
         return told[0]
 
     def close(self) -> None:
-        """Stop the heart, and tell those who may still wait for this one. Twice is fine."""
+        """Stop the heartbeat, and tell ranks that may still wait for this one. Twice is fine."""
         self._stopped.set()
         if self._heart.is_alive():
             self._heart.join(self._answer_s)
@@ -116,21 +117,21 @@ class Ranks:
                     self._store.set(str(self.rank), _LEFT)
 
     def subgroup(self, *, backend: str | None = None, members: Sequence[int] | None = None) -> ProcessGroup:
-        """Another group: its collectives have an order of their own. All its ranks call it.
+        """Make another group, whose collectives have an order of their own. All its ranks call this.
 
         Args:
-            members: global ranks; None is all of these.
+            members: global ranks; None is all members of this group.
 
         Raises:
-            RankLost: one does not come.
+            RankLost: a rank does not come.
         """
         chosen = self.members if members is None else list(members)
         backend = backend or distributed.get_backend(self.group)
         share = _NCCL_SHARE if self._device.type == "cuda" and backend != "gloo" else _SHARE
         self._subgroups += 1
-        # As `new_group`, which names a group after its ranks and the number of groups there are: one that comes after
-        # another has ended would meet the addresses that its ranks have left in the store, and ranks that are in other
-        # groups besides would not meet at all.
+        # As `new_group`, but with a name of our own: that function names a group after its ranks and the number of
+        # groups there are. A group made after another has ended would find the addresses that its ranks have left in
+        # the store, and ranks that are in different numbers of other groups would not meet at all.
         name = f"{self.name}/{'-'.join(map(str, chosen))}/{self._subgroups}"
         with self.waiting("all ranks to meet"):
             made, _ = _new_process_group_helper(
@@ -152,18 +153,18 @@ class Ranks:
 
     @property
     def _answer_s(self) -> float:
-        """How long the store may take: all that is left of the timeout is not for it alone."""
+        """How long the store may take to answer: only a part of what is left of the timeout."""
         return max(8 * _BEAT_S, 0.1 * self.timeout_s)
 
     def exchange(self, what: str, mine: T, group: ProcessGroup | None = None) -> list[T]:
-        """What every rank gives, by rank. All call it, in the same order.
+        """The values that all ranks give, by rank. All ranks call this, in the same order.
 
         Args:
             group: a subgroup of all ranks, whose collectives have an order of their own.
 
         Raises:
-            RankLost: one does not; `what` says what was waited for.
-            GraphError: at all that came: one gives something else than this.
+            RankLost: a rank does not; `what` says what was waited for.
+            GraphError: raised at all ranks that came: one of them came with another `what`.
         """
         found: list[Any] = [None] * self.count
         with self.waiting(what), self._current_device():
@@ -177,7 +178,7 @@ class Ranks:
         return [given for _, given in found]
 
     def _current_device(self) -> contextlib.AbstractContextManager[Any]:
-        """In here it is this rank's: what NCCL sends of objects goes through the current one."""
+        """In here this rank's device is the current one: NCCL sends objects through the current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -209,7 +210,7 @@ class Ranks:
                 "stuck; start all ranks again"
             )
         before, after = said
-        # One that has given up, too, has no heart beat any more.
+        # A rank that has given up, too, has no heartbeat any more.
         missing = [r for r in after if after[r] == before[r] and not after[r].startswith(_GAVE_UP)]
         if left := [rank for rank in missing if after[rank] == _LEFT]:
             names = ", ".join(map(str, left))
@@ -228,10 +229,10 @@ class Ranks:
         )
 
     def _last_words(self, what: str) -> tuple[dict[int, str], dict[int, str]] | None:
-        """What the other ranks say now, and a while later, and that this one says no more; None without an answer."""
+        """What the other ranks say now, and a while later; this one says that it gives up. None without an answer."""
 
         def say() -> tuple[dict[int, str], dict[int, str]]:
-            self.close()  # the last that is said is this
+            self.close()  # stops the heartbeat: the next line is the last word
             self._store.set(str(self.rank), f"{_GAVE_UP} has given up waiting for {what}")
             before = self._beats()
             time.sleep(3 * _BEAT_S)
@@ -240,14 +241,14 @@ class Ranks:
         return self._told(say)
 
     def _told(self, ask: Callable[[], T]) -> T | None:
-        """What the store says; None: it does not answer in time, or fails."""
+        """The store's answer; None: it does not answer in time, or fails."""
         said: list[T] = []
 
         def run() -> None:
             with contextlib.suppress(RuntimeError):
                 said.append(ask())
 
-        # A store whose keeper is stopped holds who asks it, for as long as its own timeout.
+        # If the rank that keeps the store is stopped, a call of the store blocks for as long as its own timeout.
         asking = threading.Thread(target=run, name="tierstore-last-words", daemon=True)
         asking.start()
         asking.join(self._answer_s)
@@ -272,10 +273,10 @@ class Ranks:
 
 
 def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
-    """Refuse what is not the same at all ranks.
+    """Refuse values that are not the same at all ranks.
 
     Args:
-        told: by rank, what each was given, by name.
+        told: by rank, the values that it was given, by name.
 
     Raises:
         ConfigError: with the first difference.
@@ -287,7 +288,7 @@ def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
 
 
 def _difference(name: str, rank: int, value: object, first: object) -> str:
-    """What a rank was given, and rank 0; of two lists, what only one of them has."""
+    """The values that a rank and rank 0 were given; of two lists, the items that only one of them has."""
     if isinstance(value, list) and isinstance(first, list):
         for one, other, here, there in ((value, first, rank, 0), (first, value, 0, rank)):
             if only := [str(item) for item in one if item not in other]:
@@ -297,10 +298,10 @@ def _difference(name: str, rank: int, value: object, first: object) -> str:
 
 
 def is_nccl(group: Any, device: torch.device) -> bool:
-    """Whether collectives of this group on tensors of this device are NCCL's; it may have another for the CPU."""
+    """Whether NCCL runs this group's collectives on tensors of this device; it may have another backend for the CPU."""
     try:
         return bool(group._get_backend(device).name() == "nccl")
-    except RuntimeError:  # none for such tensors
+    except RuntimeError:  # no backend for such tensors
         return False
 
 

@@ -1,16 +1,17 @@
-"""Gradients of all ranks made one, group by group, under the rest of backward.
+"""Gradients reduced over all ranks, group by group, while the rest of backward runs.
 
 Scope: the bucket of a group, the order of reductions, and handing the result to the store.
 Not here: when a group's gradient is complete (`backward.py`); reducing without offload (`data_parallel/`).
-Owner: buckets are filled by the thread that runs backward; everything else is the loop's, with a thread of its own.
+Owner: the thread that runs backward fills buckets; all else is the loop's, which reduces in a thread of its own.
 
-[Note: the order of reductions] Every backward reduces every trainable group once, in one order at every rank: that in
-which rank 0's gradients were complete in one of the first two steps, and before that the reverse of that in which its
-forward needed the groups. What waits for its turn takes memory of the device. A group that got no gradient here takes
-part with zeros. What comes late in the first step is reduced once more at its end, in reverse of registration.
+[Note: the order of reductions] Every backward reduces every trainable group once, in one order at every rank: the order
+in which rank 0's gradients were complete in the second step, before that in the first, and in the first step the
+reverse of the order in which rank 0's forward needed the groups. Buckets that wait for their turn take memory of the
+device. A group that got no gradient here takes part with zeros. Gradients that come late in the first step are reduced
+once more at its end, in the reverse order of registration.
 
-[Note: flags] Whether a parameter got a gradient at any rank decides whether it is updated. Each rank adds a 1 for each
-of its parameters that did behind every part of the bucket, so that the sums tell, at no collective of their own.
+[Note: flags] A parameter is updated if it got a gradient at any rank. Behind every part of the bucket each rank adds a
+1 for each parameter that got one there, so that the sums tell, without a collective of their own.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Buckets:
         return self._parts * self.width(spec)
 
     def device_bytes(self, spec: GroupSpec) -> int:
-        """Padded bytes of a bucket and of what is left of it."""
+        """Padded bytes of a bucket and, if it is scattered, of this rank's part of the result."""
         own = self.width(spec) if self._parts > 1 else 0
         return padded((self.elements(spec) + own) * spec.item_bytes)
 
@@ -89,7 +90,7 @@ class Bucket:
 
     @torch.no_grad()
     def add(self, position: int, gradient: torch.Tensor) -> None:
-        """A gradient of a parameter; several of one add up."""
+        """Add a gradient of a parameter; several of one parameter are summed."""
         values, is_first = gradient.reshape(-1), position not in self._seen
         for start, first, count in self._buckets.spans(self._spec, position):
             target, source = self.flat[start : start + count], values[first : first + count]
@@ -113,12 +114,12 @@ class Reductions:
     """Reduces buckets in one order, and gives this rank's part to the store.
 
     Args:
-        meter: of the link between the ranks.
+        meter: measures the link between the ranks.
 
     Attributes:
         touched: names of parameters that got a gradient in this step at any rank.
         on_complete: decides the update of a group; called on the loop when its reduced gradient is on its way.
-        on_done: told the bytes of device memory that came free.
+        on_done: called with the bytes of device memory that have become free.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Reductions:
         return self._lessons == _LESSONS
 
     def guess_order(self, needed: Sequence[int]) -> None:
-        """In the first step: the reverse of rank 0's forward. See [Note: the order of reductions]."""
+        """In the first step, take the reverse of rank 0's forward. See [Note: the order of reductions]."""
         if self.is_first:
             trainable = {group.index for group in self._groups if group.spec.trainable}
             last = sorted(trainable.difference(needed), reverse=True)  # complete when backward ends, if ever
@@ -178,21 +179,21 @@ class Reductions:
             self.order = self._partition.agree("the order of gradients", list(completed))
 
     def late_order(self, groups: Sequence[int]) -> list[int]:
-        """Those of all ranks, in one order; in the training thread."""
+        """The late groups of all ranks, in one order; in the training thread."""
         ranks = self._partition.exchange("late gradients", list(groups))
         return sorted({group for rank in ranks for group in rank}, reverse=True)
 
     # --- on the loop thread -------------------------------------------------------------------------------------
 
     def begin(self, store: Gradients | None, order: Sequence[int]) -> None:
-        """These groups will be reduced, once each: of a backward that begins, or what came late in it."""
+        """Expect these groups, once each: all of a backward that begins, or those that came late in it."""
         self.store = store
         self._turns = iter(order)
         self._next = next(self._turns, None)
         self._ready.clear()
 
     def forget(self) -> None:
-        """The step is over, or given up: what comes next is the first of its group."""
+        """The step is over, or given up: the next gradient of each group is its first."""
         self._begun.clear()
         self.touched.clear()
 
@@ -262,7 +263,7 @@ class Reductions:
                 distributed.all_reduce(full, group=partition.reductions)
             if partition.replicas is not None:
                 distributed.all_reduce(own, group=partition.replicas)
-            found.append((own, own[part:].to("cpu", non_blocking=True)))  # in this stream: not behind the backward's
+            found.append((own, own[part:].to("cpu", non_blocking=True)))  # in this stream: not behind backward's
 
         with ranks.waiting(f"the gradient of {spec.name}"):
             self._device.complete("reduce", launch, ranks.wait_s)

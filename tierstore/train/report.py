@@ -17,14 +17,14 @@ class StepReport:
         grad_norm: global norm of the gradients before clipping, without the loss scale; None if none arrived.
         skipped: the gradients were not finite, so no weight was changed.
         lr: of each parameter group, as this step used it.
-        seconds: forward, backward, update (inside step()), wait (stalls on weights), total since the step before; those
-            of forward passes under `no_grad` count nowhere. Where the step waited for `Engine.snapshot`, also snapshot.
+        seconds: forward, backward, update (inside step()), wait (stalls on weights), total since the step before;
+            forward passes under `no_grad` count nowhere. If the step waited for `Engine.snapshot`, also snapshot.
         bytes: by link (nvme_read, nvme_write, h2d, d2h; with other ranks gather, reduce) since the step before.
         peak_bytes: largest use by tier so far (gpu, cpu).
         prefetch_depth: groups fetched ahead in the next step.
         schedule: the update schedule in force.
         loss: mean of the losses of the micro-batches that `train_step` was given, at this rank; None in other loops,
-            which have their losses.
+            which have the losses themselves.
     """
 
     step: int

@@ -12,8 +12,9 @@ Owner: the training side; `_decide`, `_begin` and `_take_back` run on the loop.
 | delayed | as forward, with the gradients of the step before: one step stale, not exact | as under step |
 | speculative | as backward, with no clipping assumed; redone from the committed slot if that was wrong | the device |
 
-A step that does not speculate, for it rests or may be interrupted, is updated as under forward. What the GPU updates
-(`store/gpu_updates.py`) is updated when step() has decided, under each of them: there it takes next to nothing.
+Under speculative, a step that does not speculate, because guessing rests or calls may come before step(), is updated as
+under forward. Groups that the GPU updates (`store/gpu_updates.py`) are updated when step() has decided, under every
+schedule: the GPU takes next to no time for that.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from tierstore.store.training import TrainingStore
 
 
 class Speculation:
-    """Whether to guess that a step needs no clipping: at first, then after so many steps in a row that needed none.
+    """Whether to guess that a step needs no clipping: at first, and then after enough steps in a row that needed none.
 
-    A wrong guess costs a second update, and asks for twice as many before the next one; a right guess for one less.
-    So it ends where every few steps are clipped, and goes on where one is now and then. Steps without a guess count,
-    too: what it would have been is known in the end.
+    A wrong guess costs a second update, and doubles the number of steps that are enough; a right guess lowers it by
+    one. So guessing ends where every few steps are clipped, and goes on where clipping is rare. Steps without a guess
+    count, too: in the end it is known whether one would have been right.
     """
 
     least, most = 4, 64
@@ -58,8 +59,8 @@ class RoundDriver:
     """The round of the step in progress.
 
     Args:
-        is_unasked: nobody asked for the schedule. Then speculation keeps to steps that nobody can interrupt, for it
-            would refuse calls between backward and step(); and a loop that sets learning rates there shall go on.
+        is_unasked: the user left the schedule open. Then only steps that nobody can interrupt speculate, because
+            speculation refuses calls between backward and step(), and a loop that sets learning rates there must go on.
     """
 
     def __init__(self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime, *, is_unasked: bool) -> None:
@@ -70,7 +71,7 @@ class RoundDriver:
         self._has_decided = False
         self._is_whole_step = False
         self.schedule = UpdateSchedule.FORWARD if self._guesses_unasked else schedule
-        """The one in force: of the round in progress, else of the last one."""
+        """The schedule in force: that of the round in progress, else of the last one."""
         self._store = store
         self._runtime = runtime
         self._round: Round | None = None
@@ -78,12 +79,12 @@ class RoundDriver:
         self.speculation = Speculation()
         self.is_speculating = False
         self.can_redo = False
-        """Whether the state is that of a generation which is committed, or on its way: what a redo begins from."""
+        """Whether the state is that of a generation that is committed, or on its way: a redo begins from that."""
         self.last_round: Round | None = None
         self.gradient_set = 0
         """Which of the store's gradients the round in progress applies."""
         self.guessed_scale = 1.0
-        """What the gradients are multiplied with when a group is decided before the norm is known."""
+        """The factor of the gradients when a group is decided before the norm is known."""
         self.is_streaming = False
         """Whether groups are decided one by one in this step."""
 
@@ -94,7 +95,7 @@ class RoundDriver:
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
-        """In here nothing comes between the last backward of a step and its `step()`, unless it is broken off."""
+        """In here nothing comes between the last backward of a step and its `step()`, unless the step is broken off."""
         self._is_whole_step = not self.has_begun
         try:
             yield
@@ -102,7 +103,7 @@ class RoundDriver:
             self._is_whole_step = False
 
     def guess_nothing(self) -> None:
-        """A whole step was broken off before anything was decided: if nobody asked, it goes on as under forward."""
+        """A whole step was broken off before any decision: if the schedule was left open, go on as under forward."""
         if self._guesses_unasked:
             self.schedule, self.is_streaming = UpdateSchedule.FORWARD, False
 
@@ -113,7 +114,7 @@ class RoundDriver:
 
     @property
     def may_wait(self) -> bool:
-        """Whether a gradient may be applied as it arrives, and nobody asked for that."""
+        """Whether a gradient may be applied as it arrives, although the user left the schedule open."""
         return self._is_unasked and self.updates_in_backward
 
     @property
@@ -127,10 +128,10 @@ class RoundDriver:
         """The first forward of a step begins: updates may read ahead.
 
         Args:
-            visits: groups as forward and backward need them.
-            completed: groups as their gradients were complete in the last backward.
-            knows_graph: a step was seen to its end; until then nothing is updated before step().
-            recomputes: a graph shows not all of its gradients, so one may come late: an error if its group is updated.
+            visits: groups in the order in which forward and backward need them.
+            completed: groups in the order in which their gradients were complete in the last backward.
+            knows_graph: a whole step was seen before; until then nothing is updated before step().
+            recomputes: the graph does not show all of its gradients, so one may come late: an error after the update.
             accumulates: the next backward is not the step's last.
         """
         self.schedule = self._schedule
@@ -153,9 +154,9 @@ class RoundDriver:
             barrier=None,
             borrows=self.is_speculating and self.is_streaming and not accumulates,
             eager=self._store.on_gpu,
-            then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),  # by backward they pass through
+            then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),  # under backward trips just pass through
         )
-        self._runtime.raise_failure()  # of before: it is told before anything begins
+        self._runtime.raise_failure()  # from before: raised before anything begins
         try:
             self._round = round_
             self._runtime.post(self._begin, round_)  # without waiting for what the loop still does for the last step
@@ -170,18 +171,17 @@ class RoundDriver:
             round_.barrier = self._store.commits.barrier
             self._store.updates.begin(round_)
         except BaseException as error:
-            self._failed = (round_, error)  # first: what was begun may not be taken back either
+            self._failed = (round_, error)  # first: taking back may fail, too
             self._take_back(round_)
 
     def check_begun(self) -> None:
-        """Raises what the round in progress could not begin for, as far as that is known: it is as if nobody had begun
-        it."""
+        """Raise the error that kept the round in progress from beginning, if it is known; then no round has begun."""
         if self._failed is not None and self._failed[0] is self._round:
             self._round = None
             raise self._failed[1]
 
     def _take_back(self, round_: Round) -> None:
-        """Nobody knows of this round: if it was begun, it ends with nothing done."""
+        """Drop a round that nobody knows of: if it was begun, it ends with nothing done."""
         if round_.trips:
             round_.is_void = True
             round_.allow_through()
@@ -190,10 +190,10 @@ class RoundDriver:
     def refuse_late(self, option: str) -> None:
         """An option of the optimizer was set between the last backward and `step()`.
 
-        A speculation is redone. A schedule that nobody asked for applies nothing before `step()` from now on.
+        A speculation is redone. From now on, a schedule that was left open applies nothing before `step()`.
 
         Raises:
-            ConfigError: gradients were applied with what it was, for good.
+            ConfigError: gradients were applied with the old value, for good.
         """
         if self._has_decided and not self.is_speculating:
             raise ConfigError(
@@ -205,10 +205,10 @@ class RoundDriver:
     def read_late(self, group: str) -> None:
         """Backward reads weights of a group after the last of their gradients.
 
-        A schedule that nobody asked for applies nothing before `step()` from now on.
+        From now on, a schedule that was left open applies nothing before `step()`.
 
         Raises:
-            GraphError: they may have been changed by then.
+            GraphError: an update may have changed them by then.
         """
         if self.is_streaming:
             raise GraphError(
@@ -219,9 +219,9 @@ class RoundDriver:
         self._waits_for_step = self._is_unasked
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[Mark], None] | None:
-        """What the loop does when the gradient of this group is with the store; None: nothing, until `decide`.
+        """What the loop calls when the store has the gradient of this group; None: nothing, until `decide`.
 
-        It is given the mark after which that is valid.
+        Its argument is the mark after which the gradient is valid.
         """
         round_ = self._round
         if round_ is None or group in self._store.on_gpu:
@@ -230,15 +230,15 @@ class RoundDriver:
         return lambda after: self._store.updates.decide_group(round_, group, updates, after)
 
     def backward_begins(self) -> None:
-        """Forward is over: updates of the step before need not wait for it any more."""
+        """Forward is over: updates of the step before no longer need to wait for it."""
         self._runtime.post(self._store.updates.allow_through, None)
 
     def decide(self, updates: Updates, *, is_plain: bool = True, used: Mark | None = None) -> None:
         """The step is complete; these are its updates, empty if it is skipped.
 
         Args:
-            is_plain: gradients were finite and not clipped, so what was decided group by group was right.
-            used: after it nothing on the device reads the weights of this step; None: nothing does.
+            is_plain: gradients were finite and not clipped, and no option was set late: decisions by group were right.
+            used: mark after which nothing on the device reads the weights of this step; None: nothing does.
         """
         round_ = self._round
         if round_ is None:
@@ -250,7 +250,7 @@ class RoundDriver:
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
         self._round = None  # not before: a round that nobody decides would wait for ever
         self.can_redo = False
-        self._is_whole_step = False  # what callbacks call is a step of its own
+        self._is_whole_step = False  # a forward that callbacks call begins another step
         if self.schedule is UpdateSchedule.STEP:
             self._runtime.call(self._store.updates.round_ended, decided)
         self.last_round = decided
@@ -259,7 +259,7 @@ class RoundDriver:
         pipeline = self._store.updates
         if updates and self._failed is not None and self._failed[0] is round_:
             raise self._failed[1]
-        pipeline.decide(round_, updates)  # also if others are redone: for what is not decided yet, this is right
+        pipeline.decide(round_, updates)  # also before a redo: for groups not decided yet, this is right
         if is_redo:
             return await pipeline.redo(round_, updates)
         if round_.keeps_gradients:
@@ -267,5 +267,5 @@ class RoundDriver:
         return round_
 
     def give_up(self) -> None:
-        """No step will follow: what was read ahead is let go."""
+        """No step will follow: release what was read ahead."""
         self.decide({})

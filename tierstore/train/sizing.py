@@ -1,6 +1,6 @@
 """This rank's part of every group, and what the planner is asked to place.
 
-Scope: cutting groups on the grid of the store, new or resumed; what other ranks take of the device.
+Scope: cutting groups on the grid of the store, new or resumed; the device memory that reducing with other ranks takes.
 Not here: a request of one rank (`budgets.py`), the decision (`plan/tiers.py`), what a part is (`partition.py`).
 """
 
@@ -29,11 +29,11 @@ def cut_groups(
     *,
     is_coded: bool,
 ) -> Request:
-    """Give every group the part of it that this rank keeps; returns what is to be placed.
+    """Cut every group to the part that this rank keeps; returns the request for the planner.
 
     Args:
-        grid: elements of a chunk, of the store that is resumed; None for a new one.
-        is_coded: a kind of chunks has a codec.
+        grid: elements of a chunk of the store that is resumed; None for a new store.
+        is_coded: some kind of chunks has a codec.
     """
 
     def request(specs: Sequence[GroupSpec]) -> Request:
@@ -41,7 +41,7 @@ def cut_groups(
         asked = request_for(needs, tiers, schedule, grid, groups.acquired_bytes(needs))
         if partition.is_shared:
             asked = _with_buckets(asked, specs, groups.tied, partition)
-        return with_scratch(asked, tiers) if is_coded else asked  # last: what else there must be goes before
+        return with_scratch(asked, tiers) if is_coded else asked  # last: everything else comes first
 
     whole = [group.spec for group in groups.groups]
     if grid is None and not partition.keeps_all:

@@ -1,6 +1,6 @@
-"""Parameters that hold no values: on the meta device, and real ones in their place.
+"""Parameters without values (on the meta device), and real ones in their place.
 
-Scope: putting other data in the place of theirs, for all who hold them, and taking it away again.
+Scope: giving parameters other data, for every holder of them, and undoing that.
 Not here: where values come from (`filling.py`).
 Owner: no state.
 """
@@ -17,44 +17,44 @@ from tierstore.errors import ConfigError
 from tierstore.train.owners import TAKEN
 
 Pair = tuple[nn.Parameter, nn.Parameter]
-"""A parameter as it was found, and the one that takes its place: in the modules, or by a swap of what the two are."""
+"""A parameter as it was found, and the one that takes its place: in the modules, or by a swap of their contents."""
 
 
 def replace_meta_parameters(model: nn.Module, device: torch.device, replaced: list[Pair]) -> None:
-    """Real ones in the place of those on the meta device.
+    """Put real parameters in the place of those on the meta device.
 
     Args:
-        replaced: gets them, each before it is replaced: an interrupt may come at any time.
+        replaced: gets each pair before the parameter is replaced: an interrupt may come at any time.
     """
     for parameter in [parameter for parameter in model.parameters() if parameter.is_meta]:
-        # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
+        # One element expanded to the whole shape: `bind` gives it memory, the store its bytes.
         data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         replaced.append((parameter, _twin(model, parameter, data)))
         _replace(model, *replaced[-1])
 
 
 def put_back(model: nn.Module, replaced: Iterable[Pair]) -> None:
-    """Undo `replace_meta_parameters` where no engine has taken them: they are as they were before."""
+    """Undo `replace_meta_parameters` for the parameters that no engine has taken."""
     for parameter, other in replaced:
         if TAKEN in parameter.__dict__ or TAKEN in other.__dict__:
             continue
-        if parameter.is_meta:  # not in place; or nothing was done yet
+        if parameter.is_meta:  # replaced in the modules, or not replaced yet
             _put(model, parameter, instead_of=other)
             continue
         try:
             swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # somebody made a weak reference meanwhile: it holds no values, and nobody would see that
+        except RuntimeError:  # somebody made a weak reference meanwhile: this one without values counts as taken
             parameter.__dict__[TAKEN] = None
 
 
 def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter with other data, of another device: the same object, if torch can do that, so that all who hold it
-    see it; else another one, in all modules of the model.
+    """Give a parameter data of another device: in the same object, if torch can do that, so that every holder sees it;
+    else in another object, put into all modules of the model.
 
     Returns:
-        That object.
+        The object with the new data.
     Raises:
-        ConfigError: it has hooks, which would not be those of the other data.
+        ConfigError: the parameter has hooks, which the new data would not have.
     """
     return _replace(model, parameter, _twin(model, parameter, data))
 

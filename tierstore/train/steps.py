@@ -1,7 +1,7 @@
 """The steps of an engine: what happens in forward, backward and step, in which order.
 
 Scope: from a call of the model to updates that are decided and a generation that is due.
-Not here: the public face (`engine.py`), the rooms that do the work.
+Not here: the public face (`engine.py`), the parts that do the work.
 Owner: the thread that trains.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Runs one step after the other; the public methods are those of the engine, and told there.
+    """Runs one step after the other; the public methods are those of the engine, which documents them.
 
     Attributes:
         callbacks: called inside every step, before its commit is published.
@@ -62,7 +62,7 @@ class Steps:
             return self._parts.model(*args, **kwargs)
 
     def _forward(self, run: Callable[[], Any], count: int = 1) -> Any:
-        """`run` calls the model so many times, and is watched."""
+        """Run a forward: `run` calls the model `count` times."""
         parts = self._parts
         self._order.refuse_broken()
         self._order.refuse_after_backward("another forward")
@@ -92,7 +92,7 @@ class Steps:
             parts.access.end_pass()
 
     def _make_way(self) -> None:
-        """No round begins that would overwrite what is being copied for a snapshot."""
+        """End a snapshot that is being copied, if the next round would overwrite what it copies."""
         if self._generations.must_end_snapshot:
             with self._meters.phase("snapshot"):
                 self._generations.end_snapshot()
@@ -150,7 +150,7 @@ class Steps:
         """One step over all its micro-batches; the loss of each counts 1 / their number.
 
         Args:
-            engine: whose calls are made, for a subclass may have others.
+            engine: its methods are called, because a subclass may override them.
         """
         if not isinstance(batches, Iterable) or isinstance(batches, (Mapping, torch.Tensor)):
             raise ConfigError(
@@ -184,20 +184,20 @@ class Steps:
             self._losses.clear()
 
     def _noted(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same, which no variable keeps: its graph ends with backward."""
-        if isinstance(loss, torch.Tensor):  # else backward says what it is
+        """Notes a loss and returns it; no variable keeps it, so that its graph ends with backward."""
+        if isinstance(loss, torch.Tensor):  # else backward refuses it
             self._losses.append(loss.detach())
         return loss
 
     def _give_up(self, engine: Engine, error: BaseException, *, has_others: bool) -> None:
-        """Who catches the error of a `train_step` gives all its micro-batches again: none may be there already.
+        """Forget what a failed `train_step` has added: a caller that goes on gives all of its micro-batches again.
 
         Args:
-            has_others: there were gradients of others before, which cannot be told from those.
+            has_others: there were other gradients before, which cannot be told from those of this step's micro-batches.
         """
         order, driver = self._order, self._parts.driver
         if order.is_broken or (order.has_final_backward and driver.updates_in_backward):
-            return  # nothing is taken again
+            return  # no micro-batch will be accepted again
         if not order.has_final_backward:
             driver.guess_nothing()
         if not self._losses:
@@ -222,7 +222,7 @@ class Steps:
         parts.groups.refuse_gradients()
         options = parts.stepper.options()
         late = [name for name, value in options.items() if value != self._applied_with[name]]
-        if late and not parts.partition.is_shared:  # else when all ranks know; here the step can go on
+        if late and not parts.partition.is_shared:  # with other ranks later, when all know; here the step can go on
             parts.driver.refuse_late(late[0])
         with self._order.unbroken(keeps_weights=True):
             report = self._finish(options, late)
@@ -246,7 +246,7 @@ class Steps:
         return self.report
 
     def _finish(self, options: dict[str, object], late: list[str]) -> StepReport:
-        """What is done together or not at all: the updates of a step, the scheduler, the count."""
+        """The parts of a step that happen together or not at all: its updates, the scheduler, the count."""
         parts, optimizer = self._parts, self._parts.stepper.optimizer
         with self._meters.phase("update"), self._order.unbroken():
             loss = mean_of(self._losses) if self._losses else None  # before updates, which would contend for the GPU
@@ -271,11 +271,11 @@ class Steps:
         """Decide the updates of the step. Returns the norm, and whether it was finite.
 
         Args:
-            options: of the optimizer.
-            late: those that were others in backward.
+            options: those of the optimizer.
+            late: names of options that had other values in backward.
         """
         parts = self._parts
-        self._generations.forget()  # from here on the store goes on from what waits to be committed
+        self._generations.forget()  # from here on the store moves past the commit that waits
         self._order.has_backward = self._order.has_final_backward = False
         parts.collector.settle()
         touched = set(parts.collector.touched)
@@ -289,7 +289,7 @@ class Steps:
             options["what was frozen since the engine was made"] = parts.groups.frozen_since()
         self._zeroed = 0
         square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
-        if late:  # at all ranks, or it was refused by now
+        if late:  # the same at all ranks, or `square_sum` has raised
             parts.driver.refuse_late(late[0])
         parts.depth.agree(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, parts.options.max_grad_norm)
@@ -303,7 +303,7 @@ class Steps:
         return (norm if touched else None), is_finite
 
     def _decide(self, now: Pending | None, *, is_plain: bool) -> None:
-        """The round in progress applies these gradients; without any, nothing."""
+        """Have the round in progress apply these gradients; None applies nothing."""
         parts = self._parts
         trainable = [group.index for group in parts.groups.groups if group.spec.trainable]
         updates: Updates = {}
@@ -329,8 +329,8 @@ class Steps:
             return
         self._make_way()
         self._generations.leave_newer()
-        parts.stepper.options()  # refused, if one has no sense
-        parts.access.release_all()  # a load on its way would put weights of before over those of after
+        parts.stepper.options()  # raises if an option makes no sense
+        parts.access.release_all()  # a load on its way would put old weights over new ones
         with self._order.unbroken():
             self._generations.forget()
             parts.driver.begin(parts.access.order, (), knows_graph=False, recomputes=False, accumulates=False)

@@ -1,15 +1,15 @@
 """Forwards that go through a model side by side: all of them pass one group before any goes on to the next.
 
 Scope: taking turns. Not here: what a group is (`groups.py`), who calls this (`micro_batches.py`).
-Owner: the thread that trains; of its helpers one at a time runs, and that one is the training side.
+Owner: the thread that trains; of its helper threads one at a time runs, and counts as the training side.
 
 [Note: taking turns] A model cannot be cut from outside, but a thread can wait in the middle of it. So each forward has
 a thread, which passes the turn on when it comes to another group, and goes on when all the others have come as far.
-Autograd counts the nodes that a thread makes, and visits first what was made last: one backward over the sum of the
-losses walks forwards of fresh threads side by side, too, without threads, on any device.
+Autograd numbers the nodes that a thread makes, and visits the highest numbers first: so one backward over the sum of
+the losses walks forwards of fresh threads side by side, too, without threads, on any device.
 
-[Note: random numbers of turns] Each forward draws from a state of its own, which goes with its turn. A checkpoint that
-saved the state before others had their turns finds the same numbers behind it when it recomputes.
+[Note: random numbers of turns] Each forward draws from a random state of its own, which is set with its turn. So a
+checkpoint that saved the state before other forwards had their turns draws the same numbers when it recomputes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SideBySide(Generic[T]):
         """The results, in the order of the jobs.
 
         Raises:
-            BaseException: the first that a job raised, when all of them have ended. An interrupt waits for that, too,
+            BaseException: the first error of a job, raised when all jobs have ended. An interrupt waits for that, too,
                 unless it is the second one.
         """
         seeds = torch.randint(2**63 - 1, (len(self._jobs),), device="cpu").tolist()
@@ -68,7 +68,7 @@ class SideBySide(Generic[T]):
             for thread in threads:
                 thread.start()
             self._wait_for_all()
-        except BaseException:  # an interrupt, or no thread was to be had
+        except BaseException:  # an interrupt, or a thread could not be started
             self._is_given_up = True
             for index, thread in enumerate(threads):
                 if thread.ident is None:
@@ -85,11 +85,11 @@ class SideBySide(Generic[T]):
             try:
                 raise failure
             finally:
-                del failure  # it knows this frame: nothing of the forwards is to live on in a circle
+                del failure  # it refers to this frame: no reference cycle may keep the forwards alive
         return [self._results[index] for index in range(len(self._jobs))]
 
     def meet(self, place: object) -> None:
-        """Go on when all the others have come to a place after the one where this job was, or have ended."""
+        """Wait until all other jobs have gone past the place where this job was, or have ended."""
         if not hasattr(self._own, "index") or self._own.place == place:  # a thread of the model's own has no turns
             return
         self._own.place = place
@@ -115,13 +115,13 @@ class SideBySide(Generic[T]):
                 self._failure, self._is_given_up = self._failure or error, True
             finally:
                 self._pass_on()
-                self._alive.discard(index)  # before it is told: an interrupt may lose what was told, not this
+                self._alive.discard(index)  # before the release: an interrupt may lose that, not this
                 self._ended.release()
 
         return body
 
     def _wait_for_all(self) -> None:
-        """Not by `join`: that of Python 3.11 forgets a thread when it is interrupted."""
+        """Wait for all jobs. Not by `join`, which in Python 3.11 forgets a thread when it is interrupted."""
         while self._alive:
             self._ended.acquire()
 
@@ -142,7 +142,7 @@ def _seed(seed: int) -> None:
 
 
 def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the CPU and of the current CUDA device, as checkpoints keep it."""
+    """The random state of the CPU and of the current CUDA device, as checkpoints keep it."""
     has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.get_rng_state(), torch.cuda.get_rng_state() if has_cuda else None
 
@@ -154,9 +154,9 @@ def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 
 
 def _thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Grad mode, autocast, default device and CUDA stream as they are here; entered in another thread, they are there.
+    """Captures this thread's grad mode, autocast, default device and CUDA stream, to be entered in another thread.
 
-    Other modes of functions and of the dispatcher stay behind.
+    Other modes (`TorchFunctionMode`, `TorchDispatchMode`) are not carried over.
     """
     is_grad, default = torch.is_grad_enabled(), torch.get_default_device()
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

@@ -1,6 +1,6 @@
-"""The whole model at once or in passing: state_dict, export, and weights changed from outside.
+"""The whole model, at once or as a stream: state_dict, export, and weights changed from outside.
 
-Scope: reading fp32 masters chunk by chunk, and writing changes back. The caller has flushed.
+Scope: reading fp32 masters chunk by chunk, and writing changes back. Callers flush first.
 Not here: the file format of a checkpoint (`checkpoints.py`).
 Owner: the training side.
 """
@@ -43,7 +43,7 @@ def masters(
 
     Args:
         is_announced: rank 0 asks, and the others answer (`_answer`); otherwise all ranks ask for the same.
-        chunk_at: gives a chunk, in place of reading it.
+        chunk_at: gives the chunk that begins at an element, instead of reading it.
     """
     size = parts.store.placement.chunk_elements
     for first in range(start // size * size, stop, size):
@@ -65,10 +65,10 @@ def _chunk(parts: Assembly, group: Group, first: int) -> torch.Tensor:
 
 
 def _answer(parts: Assembly) -> None:
-    """Give rank 0 the chunks that it asks for, until it has ended.
+    """Give rank 0 the chunks that it asks for, until it is done.
 
     Raises:
-        TierstoreError: its failure.
+        TierstoreError: rank 0 has failed.
     """
     while True:
         nothing: Any = (None, None)
@@ -83,7 +83,7 @@ def state_dict(parts: Assembly) -> dict[str, torch.Tensor]:
     """As the model's own: weights in fp32, tied ones under each name (one tensor), and copies of all else."""
     by_name: dict[str, torch.Tensor] = {}
     for group in parts.groups.groups:
-        last = functools.lru_cache(1)(functools.partial(_chunk, parts, group))  # many parameters lie in one
+        last = functools.lru_cache(1)(functools.partial(_chunk, parts, group))  # many parameters lie in one chunk
         for spec in group.spec.parameters:
             pieces = list(masters(parts, group, spec.start, spec.stop, chunk_at=last))
             by_name[spec.name] = torch.cat(pieces).reshape(spec.shape)
@@ -102,9 +102,9 @@ def check_state_dict(parts: Assembly, state: Mapping[str, Any]) -> None:
     """Refuse what `load_state_dict` cannot take.
 
     Raises:
-        ConfigError: it holds nothing by name.
+        ConfigError: it is not a mapping.
         FormatError: a tensor is missing, unknown, of another shape, or no ordinary one.
-        GraphError: a parameter of the model would keep its value, for it is not the engine's.
+        GraphError: a parameter of the model would keep its value, because it is not the engine's.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state).__name__}")
@@ -124,7 +124,7 @@ def check_state_dict(parts: Assembly, state: Mapping[str, Any]) -> None:
 
 
 def _form_of(value: object) -> tuple[int, ...] | str:
-    """The shape of a tensor that can be copied from, else what it is."""
+    """The shape of a tensor that can be copied from; for anything else a description."""
     if not isinstance(value, torch.Tensor):
         return "no tensor"
     if value.is_meta:
@@ -137,7 +137,7 @@ def _form_of(value: object) -> tuple[int, ...] | str:
 def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
     """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay.
 
-    Of several ranks all get the weights of rank 0's.
+    With several ranks, all get rank 0's weights.
     """
     parts.driver.can_redo = False
     parts.access.release_all()
@@ -145,7 +145,7 @@ def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
     fill_alike(parts.partition, parts.store, parts.runtime, parts.groups.groups, pieces, keep=True)
     parts.access.settle()
-    _restore(parts, range(len(parts.groups.groups)))  # what somebody holds a view of has stayed on the device
+    _restore(parts, range(len(parts.groups.groups)))  # groups with a view have stayed on the device
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(parts.model).items():
             buffer.copy_(state[name])
@@ -153,11 +153,11 @@ def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def wanted_groups(parts: Assembly, names: str | Iterable[str], *, modify: bool) -> list[int]:
-    """The groups of these parameters, and of all below these modules.
+    """The groups of the parameters of these names, and of all parameters below the modules of these names.
 
     Raises:
-        ConfigError: neither a parameter nor a module has such a name; or ranks that have weights from each other, or
-            change them, want different ones. At all of these.
+        ConfigError: neither a parameter nor a module has such a name; or ranks want different ones, although they keep
+            parts of the weights or change them. Raised at all ranks then.
         BudgetError: they do not fit on the device together.
     """
 
@@ -182,10 +182,10 @@ def wanted_groups(parts: Assembly, names: str | Iterable[str], *, modify: bool) 
 
 
 def _checked_names(names: str | Iterable[str]) -> list[str]:
-    """Several names, or one.
+    """The names that were given, one or several, as a list.
 
     Raises:
-        ConfigError: something else.
+        ConfigError: they are something else.
     """
     several = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
     if wrong := [name for name in several if not isinstance(name, str)]:
@@ -217,14 +217,14 @@ def _refuse_too_many(parts: Assembly, names: Sequence[str], groups: Sequence[int
 def gathered(
     parts: Assembly, groups: Sequence[int], kept: Container[int], break_off: Callable[[BaseException], None]
 ) -> Iterator[None]:
-    """These groups are on the device, until the end of the block.
+    """Keep these groups on the device until the end of the block.
 
-    What was changed and not kept is undone, also what somebody holds a view of, which stays on the device.
+    Changes that are not kept are undone, also in groups that stay on the device because somebody holds a view.
 
     Args:
-        kept: what is changed in these groups is kept by somebody else.
-        break_off: called with the error that ends the block, if what it has changed cannot be undone: other ranks have
-            parts of it, and know of no error.
+        kept: groups whose changes a block around this one keeps.
+        break_off: called with the error that ends the block, if its changes cannot be undone: other ranks have parts of
+            the weights, and know of no error.
     """
     with contextlib.ExitStack() as entered:
         entered.callback(lambda: parts.access.release(groups) if parts.runtime.is_open else None)
@@ -232,7 +232,7 @@ def gathered(
             is_first = not parts.access.is_gathered(group)
             parts.access.enter(group, for_long=True)
             entered.callback(parts.access.leave, group, for_long=True)
-            if is_first:  # what a forward has given them is lost already
+            if is_first:  # changes made in a forward are lost already
                 _undo_changes(parts, group)
         try:
             yield
@@ -246,7 +246,7 @@ def gathered(
 
 
 def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
-    """Weights of these groups that were changed since they were gathered, which nobody keeps.
+    """Refuse changes of weights of these groups since they were gathered: nothing keeps them.
 
     Raises:
         GraphError: names one.
@@ -259,10 +259,11 @@ def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
 
 
 def _undo_changes(parts: Assembly, index: int) -> bool:
-    """A group that is on the device has its parameters again, and the values that it has at rest.
+    """Give a group on the device its parameters back, with the values that it has at rest.
 
     Returns:
-        Whether it has; else somebody holds a view, and other ranks have parts of it.
+        Whether its changes are undone, or end when it is dropped; else somebody holds a view, and other ranks have
+        parts of its weights.
     """
     group = parts.groups.groups[index]
     is_changed = any(group.changed())
@@ -275,12 +276,12 @@ def _undo_changes(parts: Assembly, index: int) -> bool:
 
 
 def _reload(parts: Assembly, group: int) -> None:
-    """What this rank has of a group is on the device as it is at rest, if the group is there."""
+    """Load this rank's part of a group again as it is at rest, if the group is on the device."""
     parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())
 
 
 def _restore(parts: Assembly, groups: Sequence[int]) -> None:
-    """Groups that are on the device have the values that they have at rest. All ranks call it."""
+    """Give groups on the device the values that they have at rest. All ranks call this."""
     for group in groups:
         _reload(parts, group)
     if not parts.partition.keeps_all:  # the other ranks' parts are gathered
@@ -290,14 +291,14 @@ def _restore(parts: Assembly, groups: Sequence[int]) -> None:
 
 
 def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> None:
-    """The parameters of groups on the device are views of their storage again, whatever they were given.
+    """Make the parameters of groups on the device views of their storage again, whatever data they were given.
 
     Args:
-        kept: of a refused change too, what was changed in these groups is kept by somebody else.
+        kept: groups whose changes a block around this one keeps, also if this change is refused.
 
     Raises:
-        ConfigError: data of another shape or dtype, which is gone; at all ranks, where the others have their values
-            again.
+        ConfigError: a parameter was given data of another shape or dtype, which is lost. Raised at all ranks; if they
+            keep parts of the weights, groups not in `kept` then have their values at rest again.
         GraphError: the model has a parameter that is not the engine's; likewise.
     """
     groups = [parts.groups.groups[index] for index in indices]
@@ -305,7 +306,7 @@ def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> 
     def work() -> None:
         parts.groups.refuse_newcomers(parts.model)
         wrong = [sentence for group in groups for sentence in group.take_back()]
-        for group in groups:  # `torch.utils.swap_tensors` has taken both away
+        for group in groups:  # `torch.utils.swap_tensors` takes both away
             guard(group, parts.access.gate)
             parts.collector.renew(group)
         if wrong:
@@ -316,7 +317,7 @@ def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> 
     try:
         results(told, failure)
     except Exception:  # at all ranks
-        if not parts.partition.keeps_all:  # else each rank for itself can undo it
+        if not parts.partition.keeps_all:  # else each rank can undo it by itself
             refused = [group for group in groups if group.index not in kept]
             _restore(parts, [group.index for group in refused])
             for group in refused:
@@ -327,7 +328,7 @@ def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> 
 def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
     """Write back what was changed in the weights of groups on the device; other masters and all moments stay.
 
-    Of several ranks all get what rank 0 has changed.
+    With several ranks, all get what rank 0 has changed.
     """
 
     def pieces(group: Group) -> Iterator[Piece]:
@@ -336,7 +337,7 @@ def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
             weights = parts.partition.as_first(there)
             if not parts.partition.is_first:
                 there.copy_(weights)
-            # With the masters of all ranks, though only those that are kept here are written.
+            # Masters of all ranks are read, though only those that this rank keeps are written.
             for master in masters(parts, group, spec.start, spec.stop):
                 now = weights[start : start + len(master)]
                 kept = torch.where(as_trained(group.spec.dtype, master) == now, master, now.float())
@@ -359,7 +360,7 @@ def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
 def export(parts: Assembly, directory: Path) -> None:
     """Stream weights, in the dtype they are trained in, and persistent buffers to ordinary safetensors.
 
-    Of the modules' extra states those that are tensors, for nothing else has a place there. Rank 0 writes.
+    Of the modules' extra states only tensors are written, because the format has no place for others. Rank 0 writes.
     """
     if not parts.partition.is_first:
         _answer(parts)

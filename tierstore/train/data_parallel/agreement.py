@@ -28,10 +28,10 @@ def described(module: nn.Module) -> dict[str, str]:
 
 
 def check_same(ranks: Ranks, lines: Mapping[str, str]) -> None:
-    """All ranks have the same lines, in the same order.
+    """Check that all ranks have the same lines, in the same order.
 
     Raises:
-        ConfigError: they do not; on every rank, naming what differs from rank 0 and where.
+        ConfigError: they do not; raised on every rank, naming what differs from rank 0 and where.
         RankLost: a rank did not come.
     """
     digest = hashlib.sha256(repr(list(lines.items())).encode()).hexdigest()
@@ -43,7 +43,7 @@ def check_same(ranks: Ranks, lines: Mapping[str, str]) -> None:
 
 
 def broadcast_flat(ranks: Ranks, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Rank 0's values for all, in one broadcast per dtype and device (and 64 MiB).
+    """Give all ranks rank 0's values, in one broadcast per dtype and device (and per 64 MiB).
 
     Raises:
         RankLost: a rank did not come.
@@ -55,7 +55,7 @@ def broadcast_flat(ranks: Ranks, tensors: Sequence[torch.Tensor], what: str) -> 
                 flat = torch.cat([tensor.reshape(-1) for tensor in batch])
             else:
                 flat = batch[0].new_empty(sum(tensor.numel() for tensor in batch))
-            data = flat.view(torch.uint8)  # backends refuse other dtypes, each its own
+            data = flat.view(torch.uint8)  # each backend refuses some other dtypes
             work: Any = distributed.broadcast(data, group=ranks.group, group_src=0, async_op=True)
             begun.append((batch, flat, work))
         for batch, flat, work in begun:

@@ -1,4 +1,4 @@
-"""Which parameters share a bucket: assumed at first, and arranged anew once, as the first backward has shown.
+"""Which parameters share a bucket: assumed at first, and arranged anew once, in the order of the first backward.
 
 Scope: the order of the parameters, the size of buckets, and what rank 0 tells the others of both.
 Not here: the assignment and the storages (`buckets.py`, `places.py`), the choice of a size (`plan/buckets.py`).
@@ -25,7 +25,7 @@ class Arrangement:
     """The buckets of one reducer, in the order in which they are complete.
 
     Args:
-        known: parameters in the order in which their gradients come, by index; None is not known yet.
+        known: parameters in the order in which their gradients come, by index; None if it is not known yet.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Arrangement:
         self._places = places
         self._is_final = known is not None and self._cost is None
         self._shown: list[int] | None = None  # the order, by the first backward
-        self._began: Any = None  # the first backward, if it is to say how large buckets are
+        self._began: Any = None  # begin of the first backward, if its times decide the bucket size
         self._moments: dict[int, Any] = {}  # when its gradients came, by index; likewise
         self._allocate(self._completed(known or ()))
 
@@ -87,11 +87,11 @@ class Arrangement:
         self._places.allocate(order, (first_bytes, self._cap_bytes))
 
     def _completed(self, order: Sequence[int]) -> list[int]:
-        """`order`, then those that are missing there in the reverse of their registration."""
+        """`order`, then the parameters missing there, in the reverse order of registration."""
         return list(dict.fromkeys([*order, *reversed(range(len(self._parameters)))]))
 
     def _best_bytes(self, order: Sequence[int], cost: CostModel) -> int:
-        """The bucket size that suits the times of the first backward; what never came is put last."""
+        """The bucket size that suits the times of the first backward; gradients that never came count as last."""
         last = next(reversed(self._moments.values()), self._began)
         seconds = {i: self._launcher.seconds_between(self._began, self._moments.get(i, last)) for i in order}
         gradients = [Gradient(self._parameters[i].nbytes, seconds[i]) for i in order]

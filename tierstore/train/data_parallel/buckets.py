@@ -25,8 +25,8 @@ def assign_buckets(
     A bucket holds one kind; for one kind the boundaries are those of DDP (see `form_buckets`).
 
     Args:
-        order: in which gradients come.
-        first_cap_bytes: of the first bucket of each kind.
+        order: indices in the order in which gradients come.
+        first_cap_bytes: the cap of the first bucket of each kind.
     """
     place = {index: position for position, index in enumerate(order)}
     found: list[list[int]] = []
@@ -42,9 +42,9 @@ class BucketRecord:
     """One bucket in one step; seconds of the reducer's clock.
 
     Attributes:
-        ready_s: its last gradient was there.
-        launched_s: its collective was started; it may have waited for buckets before it, or for room in flight.
-        done_s: its collective had ended. Exact if the reducer is timed; else when it was first seen to be.
+        ready_s: when its last gradient was there.
+        launched_s: when its collective was started; it may have waited for buckets before it, or for room in flight.
+        done_s: when its collective ended. Exact if the reducer is timed; else when it was first seen to have ended.
         exposed_s: how long the end of backward waited for it, after those before it.
     """
 
@@ -80,9 +80,9 @@ class Bucket:
 
     Attributes:
         members: indices of its parameters, in the order of their places.
-        flat: all of it; padded to a multiple of the ranks if it is scattered.
-        shard: what a reduce-scatter leaves here.
-        missing: gradients that are expected and have not been made.
+        flat: the whole bucket; padded to a multiple of the number of ranks if it is scattered.
+        shard: what a reduce-scatter leaves at this rank.
+        missing: number of gradients that are expected and have not been made.
         work: what was launched: a `Work`, or the future of a hook. On CUDA None once its end is a mark of the stream.
         streams: CUDA streams on which its gradients were made.
         ready_marks, begun_mark, done_mark: CUDA events: gradients ready, collective begun and done.
@@ -150,7 +150,7 @@ class HookBucket:
         return self._bucket.parameters
 
     def is_last(self) -> bool:
-        """Whether it is the last one of the step."""
+        """Whether it is the last bucket of the step."""
         return self._bucket.is_last
 
 
@@ -161,7 +161,8 @@ class BucketSet:
         views: the place of every parameter's gradient, by index.
         home: the bucket of every parameter, by index.
         unfired: parameters without a gradient in the last backward, by index.
-        used: the collective that says whether any rank made one, while it runs (see `Launcher.start_used`).
+        used: the collective that says for which parameters any rank made one, while it runs (see
+            `Launcher.start_used`).
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class BucketSet:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the device."""
+        """The device memory that it takes."""
         shards = [bucket.shard for bucket in self.buckets if bucket.shard is not None]
         return sum(bucket.nbytes for bucket in self.buckets) + sum(shard.nbytes for shard in shards)
 

@@ -88,15 +88,15 @@ def fit_cost_model(
     """The cost of a collective on this group while nothing else runs: the same result on all ranks.
 
     Takes about `(repeats + 2) * sum(sizes_bytes)` of traffic, and memory for the largest size. The time of a size is
-    the median over rounds, and of these the largest over ranks: a collective is done when the last one has it.
+    the median over rounds, and of these the largest over ranks: a collective is done when the last rank has its result.
 
     Args:
         process_group: None is the default group; a `Ranks` is used and not closed.
-        sizes_bytes: of the tensors, at least two that differ, also as text ("1MiB"); bytes on the wire depend on the
-            algorithm.
+        sizes_bytes: sizes of the tensors, at least two different ones, also as text ("1MiB"); bytes on the wire depend
+            on the algorithm.
 
     Raises:
-        ConfigError: fewer than two sizes, one below 4 B per rank, or another word for `reduce`.
+        ConfigError: fewer than two sizes, one below 4 B per rank, or an unknown word for `reduce`.
         RankLost: a rank did not come.
     """
     check_reduce(reduce)
@@ -116,7 +116,7 @@ def fit_cost_model(
         if ranks is not process_group:
             ranks.close()
     fit = fit_timings(timings.by_size)
-    # A GPU's collectives take none of what computes, though a thread of the CPU may wait for them busily.
+    # A GPU's collectives take no cores from computing, though a CPU thread may wait for them busily.
     cores = timings.cores if where.type == "cpu" else 0.0
     return replace(fit, model=replace(fit.model, launch_s=timings.launch_s, cores=cores))
 
@@ -149,7 +149,7 @@ class _Group:
         return wait
 
     def agreed(self, timings: Timings) -> Timings:
-        """The largest of all ranks."""
+        """For each figure, the largest of all ranks."""
         figures = [*(one.seconds for one in timings.by_size), timings.launch_s, timings.cores]
         seconds = torch.tensor(figures, dtype=torch.float64, device=self._device)
         distributed.all_reduce(seconds, op=distributed.ReduceOp.MAX, group=self._group)

@@ -7,10 +7,11 @@ Owner: the reducer; the thread that runs backward.
 [Note: the communication stream] On CUDA with NCCL the host waits for nothing. A bucket's gradients are made on streams
 of backward: an event of each is recorded when the last of them is ready, the communication stream waits for these, the
 collective is queued there, `work.wait()` under that stream orders the stream after NCCL's own, and a mark after it is
-what the compute stream waits for at the end of backward. Its priority is higher, so that a collective does not queue
-behind the kernels of backward. The allocator: a bucket's storage belongs to the compute stream, is written by others
-only between the ready events and the mark, and is let go only after the compute stream has waited for the mark; so no
-block of it is handed out too early. What a hook allocates belongs to the communication stream, where it is also used.
+what the compute stream waits for at the end of backward. The communication stream has a higher priority, so that a
+collective does not queue behind the kernels of backward. The allocator: a bucket's storage belongs to the compute
+stream, is written by others only between the ready events and the mark, and is freed only after the compute stream has
+waited for the mark; so no block of it is handed out too early. What a hook allocates belongs to the communication
+stream, where it is also used.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Launcher:
         device: of all buckets.
         clock: seconds.
         scatter: each rank gets its part of a bucket only.
-        timed: it is told exactly when collectives end.
+        timed: the times at which collectives end are recorded exactly.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Launcher:
     def is_one_at_a_time(self) -> bool:
         """Whether a bucket must have ended before the next one is launched.
 
-        A hook may start collectives when its first ones end (PowerSGD does); without NCCL that is in threads of the
+        A hook may start collectives when its first ones end (PowerSGD does); without NCCL it does so in threads of the
         group, and these collectives would meet those of the next bucket in another order on each rank.
         """
         return self.hook is not None and not self._is_stream_ordered
@@ -78,7 +79,7 @@ class Launcher:
         return event
 
     def seconds_between(self, first: Any, last: Any) -> float:
-        """Between two moments. On CUDA waits for the last one."""
+        """Seconds between two moments. On CUDA this waits for the last one."""
         if not self._is_cuda:
             return float(last - first)
         last.synchronize()
@@ -105,7 +106,7 @@ class Launcher:
         """Start the collective.
 
         Raises:
-            RankLost: it could not be started, for a rank that is missing.
+            RankLost: it could not be started, because a rank is missing.
         """
         bucket.launched_s = self._clock()
         with self._ranks.waiting(self._name(bucket)):
@@ -125,7 +126,7 @@ class Launcher:
                     bucket.done_mark = self._event(self._stream)
 
     def is_done(self, bucket: Bucket) -> bool:
-        """Whether the collective has ended; does not wait. What it left is in place only after `wait`."""
+        """Whether the collective has ended; does not wait. Its result is in place only after `wait`."""
         if bucket.work is None:
             return bucket.done_mark is None or bool(bucket.done_mark.query())
         work = bucket.work
@@ -164,16 +165,16 @@ class Launcher:
             self.wait(bucket)
 
     def let_go(self, buckets: Iterable[Bucket]) -> None:
-        """Who computes next in the current stream, and gets their memory, comes after what is in flight."""
+        """Make the current stream wait for what is in flight: its next kernels may get the buckets' memory."""
         if self._is_stream_ordered:
             for mark in (bucket.done_mark for bucket in buckets if bucket.done_mark is not None):
                 torch.cuda.current_stream(self._device).wait_event(mark)
 
     def times(self, bucket: Bucket) -> tuple[float, float, float, float]:
-        """Of the last trip: when it was ready, launched and done, on the reducer's clock, and how long was waited.
+        """When the bucket was last ready, launched and done, on the reducer's clock, and how long the wait for it took.
 
-        On CUDA they are the device's if timed, and the host waits for them; else those of the host, which runs ahead,
-        and the end is not known (NaN).
+        On CUDA these are times of the device if timed, and the host waits for them; else they are times of the host,
+        which runs ahead, and the end is not known (NaN).
         """
         exposed_s = bucket.exposed_s
         if self._is_stream_ordered and self._base is not None and bucket.begun_mark is not None:
@@ -187,7 +188,7 @@ class Launcher:
         return bucket.ready_s, bucket.launched_s, math.nan if bucket.done_s is None else bucket.done_s, exposed_s
 
     def start_used(self, flags: bytearray) -> tuple[torch.Tensor, Any]:
-        """Start the collective that says what any rank has used: the maximum of everybody's flags."""
+        """Start the collective that says which parameters any rank has used: the maximum of all ranks' flags."""
         with self._ranks.waiting("the all-reduce of used parameters"), self._in_stream():
             here = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
             if self._is_cuda:
@@ -199,7 +200,7 @@ class Launcher:
             return used, work
 
     def wait_used(self, started: tuple[torch.Tensor, Any], *, is_read: bool) -> bytearray | None:
-        """Wait for it. On CUDA the host waits only if the answer is to be read.
+        """Wait for the collective of `start_used`. With NCCL the host waits only if the answer is to be read.
 
         Raises:
             RankLost: the collective failed, or its timeout has passed.

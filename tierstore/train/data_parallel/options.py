@@ -50,15 +50,15 @@ class ReducerOptions:
 
     @property
     def first_cap_bytes(self) -> int | None:
-        """The same for the first one, if it has a cap of its own."""
+        """Bytes at which the first bucket is full, if it has a cap of its own."""
         return None if self.first_bucket is None else parse_size(self.first_bucket)
 
     def lines(self) -> dict[str, str]:
-        """By name, to be compared between ranks."""
+        """The options by name, to be compared between ranks."""
         return {f"option {field.name}": repr(getattr(self, field.name)) for field in fields(self)}
 
     def check(self, module: nn.Module) -> None:
-        """Whether they can work with this module.
+        """Refuse options that cannot work with this module.
 
         Raises:
             ConfigError: they cannot.
@@ -102,10 +102,10 @@ class ReducerOptions:
 
 
 def check_reduce(reduce: str) -> None:
-    """Refuse what names no collective.
+    """Refuse a word that names no collective.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: it is none of the two names.
     """
     if reduce not in ("all_reduce", "reduce_scatter"):
         raise ConfigError(f"reduce must be 'all_reduce' or 'reduce_scatter', not {reduce!r}")

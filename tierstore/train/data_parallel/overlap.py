@@ -180,9 +180,9 @@ class OverlapProfiler:
         return Summary.of([step for step in self.steps if [event.nbytes for event in step.timeline.events] == shape])
 
     def interconnect(self) -> CostModel:
-        """Alpha and beta as the buckets themselves show them: under load, and only of their sizes.
+        """Alpha and beta as the buckets themselves show them: under load, and only for their sizes.
 
-        `fit_cost_model` measures them apart, and over more sizes.
+        `fit_cost_model` measures them without load, and over more sizes.
         """
         rows = [row for row in self.summary().buckets if row.nbytes > 0 and row.communication_s > 0]
         if len({row.nbytes for row in rows}) > 1:

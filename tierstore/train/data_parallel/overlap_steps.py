@@ -30,7 +30,7 @@ class ProfiledStep:
 
     @property
     def seconds(self) -> float:
-        """All of the step."""
+        """Length of the whole step."""
         return self.measured.seconds
 
     @property
@@ -72,7 +72,7 @@ class Summary:
 
     @classmethod
     def of(cls, steps: Sequence[ProfiledStep]) -> Summary:
-        """Of steps with the same buckets, one at least."""
+        """The summary of steps with the same buckets, at least one."""
         runs = [step.timeline for step in steps]
         return cls(
             steps=len(steps),
@@ -100,7 +100,7 @@ def _row(index: int, runs: Sequence[Timeline]) -> BucketRow:
 
 
 def _own_s(run: Timeline, index: int, from_s: float = 0.0) -> float:
-    """Time of one collective after `from_s`, without that in which it waited for those before it."""
+    """Time of one collective after `from_s`, without the time in which it waited for those before it."""
     event = run.events[index]
     free_s = max([from_s, *(earlier.end_s for earlier in run.events[:index])])
     return max(0.0, event.end_s - max(event.start_s, free_s))

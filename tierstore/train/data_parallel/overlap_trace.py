@@ -41,8 +41,8 @@ _NCCL = re.compile(r"nccl\w*?(AllReduce|ReduceScatter|AllGather)", re.IGNORECASE
 _LAUNCH = re.compile(r"c10d::_?(allreduce|reduce_scatter|allgather)")
 _REDUCING = ("allreduce", "reducescatter")
 _GATHERING = ("allgather",)
-_LISTS = ("Input Dims", "Input type")  # of what events hold; the rest that is used here are numbers and text
-_THREADS = 4  # of gloo that may overtake each other; it has 2 by itself
+_LISTS = ("Input Dims", "Input type")  # of what events hold; all else that is used here is numbers and text
+_THREADS = 4  # gloo threads that may overtake each other; its default is 2
 _MOST = 2**60  # microseconds, elements
 _WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "c10d::barrier")
 _SIZES = {"float": 4, "float32": 4, "double": 8, "float64": 8, "half": 2, "float16": 2, "bfloat16": 2,
@@ -62,7 +62,7 @@ class _Event:
 
     @property
     def nbytes(self) -> int | None:
-        """Of its first tensor; None if that is not known, or no floating-point one."""
+        """Bytes of its first tensor; None if they are not known, or it holds no floating-point numbers."""
         elements, dtype = self.args.get("In msg nelems"), str(self.args.get("dtype", "")).lower()
         if elements is None:
             shape, dtype = _first(self.args.get("Input Dims")), str(_first(self.args.get("Input type"))).lower()
@@ -133,7 +133,7 @@ def _parsed(entry: Any) -> _Event | None:
 
 
 def _seconds(microseconds: Any) -> float:
-    """NaN for what is no time."""
+    """NaN for anything that is not a time."""
     is_time = isinstance(microseconds, (int, float)) and abs(microseconds) < _MOST
     return microseconds / 1e6 if is_time else math.nan
 
@@ -196,8 +196,8 @@ def _paired(
 ) -> Iterator[tuple[_Event, float]]:
     """Runs of one kind, each with its launch; without launches a run counts as launched when it began.
 
-    gloo's threads may begin in another order than they were given work. So a launch takes, of the next few runs, the
-    one with the bytes of the gradients that came since the launch before; the first, where none has.
+    gloo's threads may begin in another order than that of the launches. So a launch is paired with the one of the next
+    few runs that has the bytes of the gradients since the launch before, or with the first run if none has.
     """
     if len(launches) != len(runs):
         yield from ((run, run.start_s) for run in runs)
@@ -254,7 +254,7 @@ def _assigned(
 ) -> tuple[tuple[Gradient, ...], tuple[tuple[int, ...], ...]]:
     """Gradients of each bucket: in order of readiness, if their sizes add up to those of the buckets exactly.
 
-    Else a bucket counts as one gradient, and can only be joined with others on paper.
+    Else each bucket counts as one gradient, so that a prediction can join buckets, and not divide them.
     """
     made = [(event.end_s - begun_s, event.nbytes) for event in accumulated]
     sizes = [nbytes for _, nbytes in made if nbytes]

@@ -28,13 +28,13 @@ class Places:
     """The sets of buckets of one reducer: one, or two if delayed.
 
     Args:
-        ranks: how many; gradients are divided by it, and shards are one in so many.
+        ranks: number of ranks: gradients are divided by it, and a bucket has so many shards.
         scatter: each rank gets a shard of every bucket.
         delayed: one set fills while the other is reduced and shown.
 
     Attributes:
         averages: gradients are divided as they are placed; False with a comm hook, which does it itself.
-        current: the set that fills, or was filled last.
+        current: the set that is being filled, or was filled last.
         shown: the set that `.grad` are views of, or were.
         placed: whether the gradient is in its place in `current`, by index.
     """
@@ -53,8 +53,8 @@ class Places:
         """Make the buckets anew; views that `.grad` still holds stay what they are.
 
         Args:
-            order: in which gradients come.
-            caps_bytes: of the first bucket, and of the others.
+            order: indices in the order in which gradients come.
+            caps_bytes: caps of the first bucket, and of the others.
         """
         sizes = [parameter.nbytes for parameter in self._parameters]
         assignment = assign_buckets(order, sizes, [p.dtype for p in self._parameters], *caps_bytes)
@@ -63,7 +63,7 @@ class Places:
             for _ in range(2 if self._is_delayed else 1)
         ]
         self.current = self.sets[0]
-        if not self._has_shown:  # else `.grad` may be those that were shown, which no backward may add to
+        if not self._has_shown:  # else `.grad` may be views of the shown set, which no backward may add to
             self.shown = self.current
         self._held = bytearray(len(self._parameters))
 
@@ -76,7 +76,7 @@ class Places:
             bucket.begin(sum(reached[member] for member in bucket.members))
 
     def hold(self, index: int) -> None:
-        """A gradient of this rank only: put into its place at once, so that it takes no memory of its own.
+        """Put a gradient of this rank only into its place at once, so that it takes no memory of its own.
 
         Raises:
             GraphError: it cannot stand there.
@@ -90,7 +90,7 @@ class Places:
         self._held[index] = 1
 
     def place(self, index: int) -> None:
-        """A gradient into its place, divided. See [Note: in place].
+        """Put a gradient into its place, divided by the number of ranks. See [Note: in place].
 
         Raises:
             GraphError: it cannot stand there.
@@ -113,7 +113,7 @@ class Places:
         self.placed[index] = 1
 
     def fill(self, bucket: Bucket) -> None:
-        """No more gradients come: those that are not there are what other backwards have left, or zeros."""
+        """No more gradients come: fill the places of missing ones with what other backwards have left, or zeros."""
         for member in bucket.members:
             if self.placed[member]:
                 continue
@@ -124,10 +124,10 @@ class Places:
                 self.current.unfired.append(member)
 
     def show(self, buckets: BucketSet, used: bytearray | None) -> list[str]:
-        """A set is reduced: `.grad` are its views; None for what no rank has used, which is returned by name.
+        """A set is reduced: make `.grad` its views; for parameters that no rank has used None, and return their names.
 
         Args:
-            used: by index; None is everything.
+            used: whether any rank has used a parameter, by index; None is all.
         """
         absent = {index for index in buckets.unfired if used is not None and not used[index]}
         self.shown, self._has_shown = buckets, self._is_delayed
@@ -139,7 +139,7 @@ class Places:
         return [self._names[index] for index in sorted(absent)]
 
     def refuse_to_lose(self) -> None:
-        """Gradients of this rank only, of an accumulation that goes on.
+        """Refuse to drop gradients of this rank only, of an accumulation that goes on.
 
         Raises:
             GraphError: there are some in `.grad`.
@@ -153,7 +153,7 @@ class Places:
             )
 
     def clear(self) -> None:
-        """There are no gradients to show."""
+        """Set every `.grad` to None: there are no gradients to show."""
         for parameter in self._parameters:
             parameter.grad = None
 

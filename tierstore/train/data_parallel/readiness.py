@@ -23,14 +23,15 @@ class Readiness:
 
     Args:
         find_unused: a backward may leave parameters out.
-        static: the first backward tells how many gradients come for each parameter in all.
+        static: the first backward tells how many gradients each parameter gets in every backward.
 
     Attributes:
-        names, parameters: those that needed a gradient when this was made; their places here are indices everywhere.
+        names, parameters: those that needed a gradient when this was made; their positions are the indices that are
+            used everywhere.
         is_static: the graph is that of the first backward.
         is_learning: this is the first backward of a static graph: nothing is known to be the last gradient.
         reached: whether gradients of a parameter are waited for, by index.
-        order: indices as gradients came; while learning, all of them.
+        order: indices in the order in which last gradients came; while learning, those of all gradients.
         searches: whether a backward is to begin with what `search` finds.
     """
 
@@ -43,7 +44,7 @@ class Readiness:
         self._index: dict[torch.Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._find_unused, self.is_static = find_unused, static
         self.is_learning = static
-        self._expected = [] if static else [1] * len(self.names)  # gradients in a backward; none are while learning
+        self._expected = [] if static else [1] * len(self.names)  # gradients in a backward; unknown while learning
         self.searches = find_unused and not static
         self.begin(None)
 
@@ -55,7 +56,7 @@ class Readiness:
         """Which parameters the graphs of `roots` reach.
 
         Raises:
-            GraphError: also one that was not in the module when this was made.
+            GraphError: they also reach one that was not in the module when this was made.
         """
         reached, index, others = bytearray(len(self.names)), self._index, set()
         for leaf in leaves_of(roots):
@@ -72,7 +73,7 @@ class Readiness:
         return reached
 
     def refuse_newcomers(self) -> None:
-        """What was put into the module after this was made, where no graph is searched for it.
+        """Refuse parameters that were put into the module after this was made, where no graph is searched for them.
 
         Raises:
             GraphError: as `search`.
@@ -102,10 +103,10 @@ class Readiness:
             self.reached = bytearray(b"\1") * len(self.names) if reached is None else reached
 
     def came(self, index: int) -> bool:
-        """A gradient came. Whether it is the last one of its parameter.
+        """Count a gradient that came. Returns whether it is the last one of its parameter.
 
         Raises:
-            GraphError: there was a last one before.
+            GraphError: the last one had come before.
         """
         self._came[index] += 1
         if self.is_learning:
@@ -119,7 +120,7 @@ class Readiness:
         return left == 0
 
     def too_late(self, index: int) -> GraphError:
-        """A gradient came after its bucket had gone."""
+        """The error for a gradient that came after its bucket had gone."""
         name = self.names[index]
         if self.is_static:
             count = self._expected[index]
@@ -155,7 +156,7 @@ class Readiness:
         raise GraphError(f"{text}: {some_of(lines)}")
 
     def last_order(self) -> list[int]:
-        """Every parameter that got a gradient, once, by its last one."""
+        """Every parameter that got a gradient, once, in the order of their last gradients."""
         return list(dict.fromkeys(reversed(self.order)))[::-1]
 
 

@@ -45,20 +45,20 @@ from tierstore.train.ranks import Ranks
 class GradientReducer:
     """Data parallel training of a module: each rank computes its own batch, gradients are averaged over ranks.
 
-    Use it in the place of DDP: `loss = f(reducer(x)); loss.backward()`, or `reducer.backward(loss)`, which finds
-    unused parameters exactly and works with any way of calling the module. All ranks do the same in the same order.
-    A module has one at a time: another one of the same module closes it.
+    Use it in place of DDP: `loss = f(reducer(x)); loss.backward()`, or `reducer.backward(loss)`, which finds unused
+    parameters exactly and works with any way of calling the module. All ranks do the same in the same order. A module
+    has one reducer at a time: making another one closes the first.
 
     Args:
         module: the model, on this rank's device.
         process_group: None is the default group; a `Ranks` is used and not closed.
         bucket: bytes at which a bucket is full. "auto": 25 MiB, and after the first backward what suits its times best.
         cost: what a collective costs here, for "auto".
-        first_bucket: the same for the first one, which is launched first: a small one begins early.
+        first_bucket: bytes at which the first bucket is full; it is launched first, and a small one begins early.
         max_in_flight: collectives at once; further ready buckets wait.
         reduce: "all_reduce" leaves the average in every `.grad`; "reduce_scatter" leaves each rank its part of every
             bucket in `shards()`, and None in `.grad`.
-        find_unused: a backward may leave parameters out, others on each rank. If False that is a GraphError.
+        find_unused: a backward may leave parameters out, different ones on each rank. If False that is a GraphError.
         static_graph: the graph of the first backward is that of all: the graph is not searched, gradients that come
             several times (reentrant checkpointing) are counted, and a change is a GraphError.
         delayed: `.grad` after a backward is the average of the step before (None after the first), so that collectives
@@ -72,7 +72,7 @@ class GradientReducer:
         tracer: gets a span per bucket.
 
     Raises:
-        ConfigError: an option, or the model, differs between ranks (said on all), or cannot work.
+        ConfigError: an option, or the model, differs between ranks (raised on all), or cannot work.
         RankLost: a rank did not come. (Not with NCCL in backward, where the host does not wait: there the group's own
             watchdog ends the process, and says so.)
     """
@@ -132,7 +132,7 @@ class GradientReducer:
             raise
 
     def _build(self, tracer: Tracer | None, *, timed: bool) -> None:
-        """The parts that know the ranks."""
+        """Make the parts that know the ranks."""
         options, parameters, ranks = self._options, self._readiness.parameters, self.ranks
         device, scatter = parameters[0].device, options.scatters
         self._launcher = Launcher(ranks, device, self._clock, scatter=scatter, timed=timed)
@@ -145,7 +145,7 @@ class GradientReducer:
         self._arrangement = Arrangement(options, known, parameters, ranks, self._launcher, self._places)
 
     def _begin_alike(self) -> None:
-        """Rank 0's values, for the same model at all ranks; from here on gradients are seen."""
+        """Check that all ranks have the same model, and give them rank 0's values; from here on gradients are seen."""
         module = self.module
         check_same(self.ranks, described(module) | self._options.lines())
         broadcast_flat(self.ranks, [*module.parameters(), *module.buffers()], "the broadcast of parameters")
@@ -180,8 +180,8 @@ class GradientReducer:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """`loss.backward(**kwargs)`; afterwards the gradients are averaged, unless under `no_sync`.
 
-        What fails in it ends this reducer, unless autograd takes no such loss: ranks may have got further. (So does
-        what fails in `loss.backward()`, once a gradient has come.)
+        An error in here ends this reducer, because other ranks may have got further, unless autograd does not take the
+        loss. (An error in `loss.backward()` also ends it, once a gradient has come.)
 
         Raises:
             RankLost: a rank died or stopped; this reducer can do no more.
@@ -216,7 +216,7 @@ class GradientReducer:
             self._is_syncing = before
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Reduce buckets by a hook of `torch.distributed.algorithms.ddp_comm_hooks`, or one like these.
+        """Reduce buckets with a hook of `torch.distributed.algorithms.ddp_comm_hooks`, or one like these.
 
         Args:
             hook: `hook(state, bucket)` gets a bucket that is not averaged, and returns a future of the averaged one.
@@ -231,7 +231,7 @@ class GradientReducer:
         self._places.averages = False
 
     def sync_buffers(self) -> None:
-        """Rank 0's buffers for all."""
+        """Give all ranks rank 0's buffers."""
         # Looked up by name: a module may put another tensor in the place of a buffer.
         found = {id(b): b for child, name in self._buffers if (b := child._buffers[name]) is not None}
         buffers = list(found.values())
@@ -270,7 +270,7 @@ class GradientReducer:
 
     @property
     def extra_bytes(self) -> int:
-        """What `delayed` takes beyond the gradients themselves."""
+        """Device memory that `delayed` takes beyond the gradients themselves."""
         return sum(buckets.nbytes for buckets in self._places.sets[1:])
 
     def unused(self) -> list[str]:
@@ -314,11 +314,11 @@ class GradientReducer:
             self._follow(self._reached)
 
     def _follow(self, reached: bytearray | None) -> None:
-        """The backward that runs has begun, or begins now."""
+        """Begin the backward that runs, unless it has begun."""
         if self._is_begun and (self._ending is None or self._ending() is not None):
             return
         self._begin(reached)
-        # Only autograd holds it, and lets it go when the backward fails: nobody else would tell.
+        # Only autograd holds `at_end`, and drops it when the backward fails, which nothing else would tell.
         at_end = functools.partial(self._finish_if_open)
         self._ending = weakref.ref(at_end)
         Variable._execution_engine.queue_callback(at_end)
@@ -428,7 +428,7 @@ class GradientReducer:
             self._places.current.used = self._launcher.start_used(self._places.placed)
 
     def _show(self, buckets: BucketSet) -> None:
-        """Wait for a set of buckets; `.grad` are its views then."""
+        """Wait for a set of buckets, then make `.grad` its views."""
         for bucket in buckets.buckets:
             self._launcher.wait(bucket)
         used = self._used

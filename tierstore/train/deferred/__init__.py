@@ -2,5 +2,5 @@
 
 Scope: watching a constructor (`watching`, `recording`), what it did (`records`, `operators`), and doing it again with
 the same random numbers (`program`, `timeline`).
-Not here: the face for models (`train/materialize.py`).
+Not here: the public face (`train/materialize.py`).
 """

@@ -1,7 +1,7 @@
 """What the recorder must know of one torch operator, and of one call of it.
 
 Scope: reading an operator's schema and tags; the few names whose meaning the schema does not tell.
-Not here: what is done about it (`recording.py`).
+Not here: what is done with a call (`recording.py`).
 Owner: none; traits are immutable and computed once per operator.
 """
 
@@ -39,7 +39,7 @@ class Traits:
         draws: takes numbers from a generator.
         creates: makes a tensor from sizes (and a fill value) alone; a tensor argument lends only its layout.
         redraw: the in-place draw from (0, 1) that gives the same numbers, for an operator that creates and draws.
-        is_elementwise: each result follows from one element, and has its place.
+        is_elementwise: each element of the result follows from one element, and has the same place.
         overwrites: no element that it writes depends on what was there.
         touches_no_values: makes a view, or changes where a tensor lies.
         resizes: gives a storage another size.
@@ -93,8 +93,8 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        tensors: all among the arguments, also in lists.
-        written: those that it writes.
+        tensors: all tensors among the arguments, also in lists.
+        written: tensors that it writes.
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,11 +4,11 @@ Scope: draws, the steps of one parameter, and the walk along the generator's str
 Not here: watching a constructor (see `recording.py`); who receives the values.
 Owner: none; records are immutable, a walk owns its scratch memory and its copy of the generator's state.
 
-[Note: pieces] Drawing n numbers in one call and drawing them in several are the same stream on the CPU only under a
-rule. `uniform_` takes one word per element. `normal_` on at least 16 contiguous elements works on blocks of 16 and, if
-the last is ragged, draws the final 16 anew: pieces are therefore multiples of 16 and the last holds at least 16.
-Arithmetic runs on pieces only where a single rounding defines the result; exp and its kin differ between the vector
-loop and its scalar tail, so where a tensor is cut would show, and such steps see the whole parameter.
+[Note: pieces] On the CPU, drawing n numbers in several calls gives the same stream as one call only under a rule.
+`uniform_` takes one word per element. `normal_` on at least 16 contiguous elements works on blocks of 16 and, if the
+last is ragged, draws the final 16 anew: pieces are therefore multiples of 16 and the last holds at least 16. Arithmetic
+runs on pieces only where a single rounding defines the result; exp and similar functions differ between the vector loop
+and its scalar tail, so the result would show where a tensor was cut, and such steps work on the whole parameter.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ _aten = torch.ops.aten
 class Recorder:
     """Follows every operator call of a constructor.
 
-    Real tensors are worked on at once, and how they came about is kept where a few steps tell it; hollow ones
-    ([Note: hollow] in `records.py`) are only written about.
+    Calls on real tensors run at once, and how the tensors came about is kept where a few steps tell it; calls on hollow
+    tensors ([Note: hollow] in `records.py`) are only written down.
     """
 
     def __init__(self, constant_limit_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Calls are the recorder's own."""
+        """In here calls are the recorder's own, and are not followed."""
         before, self._is_passing = self._is_passing, True
         try:
             yield
@@ -186,7 +186,7 @@ class Recorder:
         return True
 
     def _follow(self, call: Call) -> None:
-        """Real tensors were written: a step that needs no other tensor is kept, after others only the bytes tell."""
+        """Real tensors were written: a step that needs no other tensor is kept; after others only the bytes tell."""
         if call.traits.resizes:
             self.records.drop(call.written[0].untyped_storage())
             return
@@ -213,7 +213,7 @@ class Recorder:
     # Results that follow from one storage, element by element.
 
     def _mapped(self, call: Call) -> torch.Tensor | None:
-        """The tensor, all of a storage whose steps are known, that alone decides the result."""
+        """The tensor that alone decides the result, if it is all of a storage whose steps are known."""
         device = call.kwargs.get("device")
         if call.written or not call.traits.is_elementwise or not call.tensors or device not in (None, _CPU):
             return None
@@ -230,7 +230,7 @@ class Recorder:
 
     def _map_step(self, call: Call, source: torch.Tensor, record: Record) -> Step:
         args, kwargs = self._frozen(call.about(source), f"{call.traits.name} of {record.label}")
-        # The memory format goes: pieces are flat, and it is the values that count.
+        # The memory format is dropped: pieces are flat, and only the values count.
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "memory_format")}
         is_exact = call.traits.is_exact(tensors_of((args, kwargs)), kwargs, record.elements)
         return Step(record.flat, None, call.function, args, kwargs, is_in_place=False, is_exact=is_exact)
@@ -272,7 +272,7 @@ _CPU = torch.device("cpu")
 
 
 class _Again:
-    """Repeats a draw whose result nobody needs, for what it takes off the stream."""
+    """Repeats a draw whose result nobody needs, because of what it takes off the stream."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs

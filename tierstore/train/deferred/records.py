@@ -6,9 +6,9 @@ Owner: one `Records` per recorder.
 
 [Note: hollow] A parameter stays an ordinary CPU tensor while the model is built, so that a constructor cannot tell the
 difference (on the meta device several initializers skip their work). Its storage is a mapping whose pages nobody
-touches: what would write it is written down instead, and what needs its values gets them computed from that. When the
-constructor has returned, the model's parameters become meta tensors; any other hollow tensor that is still alive is
-filled with its values where it lies.
+touches: a call that would write it is written down instead, and a call that needs its values gets them computed from
+what was written down. When the constructor has returned, the model's parameters become meta tensors; any other hollow
+tensor that is still alive is filled with its values where it lies.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Records:
         self._known.pop(storage._cdata, None)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Only their bytes tell what these hold."""
+        """From now on only their bytes tell what these tensors hold."""
         for tensor in tensors:
             if (record := self.of(tensor)) is not None:
                 record.steps = None
@@ -127,7 +127,7 @@ class Records:
             others: steps that belong to no storage, for the count.
 
         Raises:
-            ConfigError: over the limit.
+            ConfigError: the copies would exceed the limit.
         """
         tensors = list(tensors_of(value))
         if not tensors:
@@ -145,7 +145,7 @@ class Records:
         return tree_map(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
 
     def refusal(self, what: str, tensors: Iterable[torch.Tensor]) -> ConfigError:
-        """That `what` was done to a hollow tensor among `tensors`."""
+        """The error that `what` was done to a hollow tensor among `tensors`."""
         records = [record for tensor in tensors if (record := self.of(tensor)) is not None and record.is_hollow]
         labels = ", ".join(sorted({record.label for record in records}))
         return ConfigError(f"{what} on {labels}: this cannot be done later; {ADVICE}")

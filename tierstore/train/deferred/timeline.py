@@ -35,7 +35,7 @@ class Timeline:
         self._outdated: set[int] = set()
 
     def put_off(self, draw: Draw) -> None:
-        """`draw` will be done later."""
+        """Note that `draw` will be done later."""
         self.notice_reseed()
         # From here on the generator's own state is older than the constructor believes.
         self._outdated.add(_fingerprint(self._actual))
@@ -51,7 +51,7 @@ class Timeline:
         torch.set_rng_state(self._actual)
 
     def drawn(self, draw: Draw) -> None:
-        """`draw` was done, the generator having caught up."""
+        """Note that `draw` was done, after the generator had caught up."""
         self._append(draw)
         self._actual = torch.get_rng_state()
         self._reached(len(self.events), self._actual)
@@ -60,7 +60,7 @@ class Timeline:
         """Looks whether the constructor has set the generator.
 
         Raises:
-            ConfigError: to a state that it had read before draws that are put off.
+            ConfigError: it has, to a state that it had read before draws that are put off.
         """
         state = torch.get_rng_state()
         if torch.equal(state, self._actual):

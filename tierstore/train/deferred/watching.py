@@ -1,9 +1,9 @@
 """Seeing what a constructor does: torch's modes, its registration hook, and one initializer taken whole.
 
 Scope: everything that is put in place around `build()` and taken away again.
-Not here: what is made of it (`recording.py`).
+Not here: what follows from it (`recording.py`).
 Owner: `watching` undoes what it did, also after an error. Only the calling thread is watched; the hook and the
-initializer are torch's own globals, and pass other threads on.
+initializer are torch's own globals, and pass calls of other threads on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Escapes(TorchFunctionMode):
-    """Ways to a tensor's bytes that are no operator."""
+    """Ways to a tensor's bytes that are not operators."""
 
     _READS = (torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__)
     _SHARES = (torch.Tensor.numpy, torch.Tensor.__dlpack__)
