@@ -261,7 +261,7 @@ class Engine:
         self._steps.callbacks.append(callback)
 
     def before_commit(self, callback: Callable[[], None]) -> None:
-        """Call this before each generation is published, in a thread of its own, while training goes on.
+        """Call this before each later generation is published, in a thread of its own, while training goes on.
 
         The callback makes durable what must not be lost once a step is committed, such as a line that `on_step` has
         written. An error that it raises fails that commit, as an error of the store's disk would, and the generation
@@ -274,7 +274,10 @@ class Engine:
 
     @in_turn
     def flush(self) -> None:
-        """Commit the last step if it is not committed, and wait until everything is at rest."""
+        """Commit the last step if it is not committed, and wait until everything is at rest.
+
+        A step that a callback of `on_step` has failed is committed with the next one, and not here.
+        """
         self._order.refuse_closed()
         self._generations.flush()
 
