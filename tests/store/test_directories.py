@@ -82,7 +82,7 @@ def test_a_store_that_another_run_has_begun_meanwhile(tmp_path: Path) -> None:
     """Before it was locked, and after there was no generation in it."""
     for name in ("manifest-000000000000.json", "weights.a.safetensors"):
         (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match="holds generation 0 of a run that has begun there in this moment; go on"):
+    with pytest.raises(ConfigError, match="holds generation 0 of a run that has just begun there; go on"):
         begin_store([tmp_path], Backend())
 
 

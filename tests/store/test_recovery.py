@@ -570,11 +570,11 @@ class TestAnotherStore:
         assert f"no generation in {tmp_path / 'new'}, {told}" in message
         shutil.rmtree(tmp_path / "store1")
         (tmp_path / "before").rename(tmp_path / "store1")
-        of_times = r"written \(or the directories are of different times\); of .*; restore the store from a copy, or"
+        of_times = r"written \(or the directories were copied at different times\); of .*; restore the store from a copy, or"
         with pytest.raises(ChecksumMismatch, match=of_times), opened(way, tmp_path, cpu_memory="64MiB") as run:
             run.until(4)
         message = refuse(way, tmp_path, ChecksumMismatch, resume="previous", cpu_memory="64MiB")
-        assert "(or the directories are of different times); of " in message
+        assert "(or the directories were copied at different times); of " in message
         assert "resume='previous'" not in message
 
     def test_whose_making_was_broken_off(self, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_modules_come_back_as_they_were() -> None:
     values = plain(module_state(model))
     del values["0._extra_state"]  # of a store that is older
     load_module_state(other, values)
-    with pytest.raises(FormatError, match=r"'0\.queue' is only in the store; one that came or went"):
+    with pytest.raises(FormatError, match=r"'0\.queue' is only in the store; a buffer that was added or removed"):
         load_module_state(other[1:], values)
 
 

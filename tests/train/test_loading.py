@@ -352,7 +352,7 @@ def test_positions_that_do_not_fit() -> None:
     larger = PrefetchingLoader(DataLoader(Numbers(14), batch_size=7))
     larger.load_state_dict(between)  # between passes any size is fine
     assert len(list(larger)) == 2
-    with pytest.raises(ConfigError, match="the saved position is none of a PrefetchingLoader"):
+    with pytest.raises(ConfigError, match="the saved position is not that of a PrefetchingLoader"):
         larger.load_state_dict({})
     shuffled = PrefetchingLoader(
         DataLoader(Numbers(14), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))

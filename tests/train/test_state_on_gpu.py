@@ -219,12 +219,12 @@ def test_what_a_device_cannot_do_is_refused_or_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_room_is_told_and_refused_to_who_asks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory has no room for that of any group beside all weights"):
+    with pytest.raises(ConfigError, match="gpu_memory has no room for the state of any group beside all weights"):
         Engine(model_of("bf16"), on_gpu(None, 800_000, cpu_memory="64MiB"))
     with pytest.raises(BudgetError, match="cpu_memory") as least:
         Engine(model_of("bf16"), on_gpu(tmp_path, cpu_memory=1))
     (smallest,) = re.findall(r"the smallest that fits is (\d+) B", str(least.value))
-    with pytest.raises(ConfigError, match="cpu_memory has no room for what is on its way there"):
+    with pytest.raises(ConfigError, match="cpu_memory has no room for the buffers of its transfers"):
         Engine(model_of("bf16"), on_gpu(tmp_path, cpu_memory=int(smallest)))
 
 

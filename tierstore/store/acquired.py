@@ -39,7 +39,7 @@ class Acquired:
                 raise ConfigError(
                     f"tensor {key!r} of {self._name!r} was replaced in the mapping, or has other memory or another "
                     f"shape now, which would be lost; change the tensor that is there, as tensors[{key!r}].copy_(...), "
-                    "or put the entry anew"
+                    "or store the new tensors by put()"
                 )
 
 

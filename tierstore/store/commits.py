@@ -259,7 +259,7 @@ class Commits:
             told = ", ".join(f"step {step} at rank {rank}" for rank, step in enumerate(steps))
             raise ConfigError(
                 f"the ranks would commit different steps as one generation: {told}; a callback of on_step failed at "
-                "one of them, or they commit at different times; go on from the last generation"
+                "one of them, or they commit at different times; start all ranks again with resume='auto'"
             )
 
     async def _chunks_at_rest(self, round_: Round | None, writes: Sequence[asyncio.Task[None]]) -> None:

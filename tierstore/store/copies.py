@@ -128,7 +128,7 @@ class DeviceTier:
             if pinned_bytes + copy.nbytes > self.budget.capacity_bytes:
                 raise BudgetError(
                     f"gpu_memory: {name!r} takes {format_size(copy.nbytes)}, and {format_size(pinned_bytes)} of "
-                    f"{format_size(self.budget.capacity_bytes)} are acquired or at home there; "
+                    f"{format_size(self.budget.capacity_bytes)} are in use: acquired, or placed on the GPU tier; "
                     f"the smallest gpu_memory that fits is {pinned_bytes + copy.nbytes} B"
                 )
         copy.users += 1

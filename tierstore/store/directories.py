@@ -92,7 +92,8 @@ def refuse_mixed(directories: Sequence[Path]) -> None:
     others += [directory for directory in directories[1:] if _begins_a_store(directory)]
     if others:
         raise ConfigError(
-            f"{directories[0]} and {others[0]} are not of one store: give all directories of one, in their order"
+            f"{directories[0]} and {others[0]} belong to different stores: give all directories of one store, in their "
+            "order"
         )
 
 
@@ -139,16 +140,16 @@ def begin_store(directories: Sequence[Path], backend: Backend) -> None:
     """
     if numbers := Manifests(directories[0], backend).numbers():
         raise ConfigError(
-            f"{directories[0]} holds generation {numbers[0]} of a run that has begun there in this moment; go on "
-            "with it by resume='auto', or choose another directory"
+            f"{directories[0]} holds generation {numbers[0]} of a run that has just begun there; go on with it "
+            "by resume='auto', or choose another directory"
         )
     found = {directory: backend.names(directory) for directory in directories}
     for directory, names in found.items():
         if (part := part_of_a_store(names)) is not None:
             first = "it" if directory == directories[0] else directories[0]
             raise ConfigError(
-                f"{directory} holds {part} of a store, but {first} is given as its first directory and holds no "
-                "generation; give all directories of that store in their order, or others"
+                f"{directory} holds {part} of a store, but {first}, the first directory given, holds none of its "
+                "manifests; give all directories of that store in their order, or other directories"
             )
     mark_unfinished(directories, backend)  # before any pack is made: unmarked packs might be another store's
     for directory, names in found.items():

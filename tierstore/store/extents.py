@@ -130,12 +130,12 @@ class ExtentLayout:
             what = f"tensor {quoted(text_of(name, 'the name of a tensor'))} of the store"
             found = getattr(torch, text_of(dtype, f"the dtype of {what}"), None)
             if not isinstance(found, torch.dtype):
-                raise FormatError(f"{what} has the dtype {dtype[:40]!r}, which is none of torch {torch.__version__}")
+                raise FormatError(f"{what} has the dtype {dtype[:40]!r}, which torch {torch.__version__} does not have")
             sizes = tuple(number_of(size, 0, 2**63 - 1, f"a size of {what}") for size in list_of(shape, what))
             tensor_bytes(name, "C64", sizes)  # refuses more elements than fit in 63 bits
             tensors.append((name, found, sizes))
         if len({name for name, *_ in tensors}) < len(tensors):
-            raise FormatError("a tensor of the store stands twice in its entry")
+            raise FormatError("the manifest lists a tensor twice in one entry")
         return cls.of(tensors, chunk_bytes)
 
 

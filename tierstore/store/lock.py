@@ -80,8 +80,8 @@ class StoreLock(ForkAware):
                 is_there = is_at(path, descriptor)
             if not is_there:
                 raise StorageError(
-                    f"{path.parent} is not the store that is in use any more: it, or its file {path.name!r}, was "
-                    "moved, replaced or removed, and nothing more is committed there; if it was moved, its last "
+                    f"{path.parent}, or its file {path.name!r}, was moved, replaced or removed while the store was in "
+                    "use, so nothing more is committed there; if it was moved, its last "
                     "generation is whole where it is now: move it back, and go on with resume='auto'"
                 )
 
@@ -119,7 +119,7 @@ def _in_use(path: Path) -> StoreLocked:
     if host not in ("", socket.gethostname()):  # another rank of this run, perhaps
         what = f" of {host}; stop it, give each machine of one run a directory of its own"
     elif process == str(os.getpid()):
-        what = ", which is this one: close the engine or store that has it, which ends with the process if nobody can"
+        what = ", which is this one: close the engine or store that uses it, or end the process"
     else:
         what = "; stop it"
     process = process or "unknown"

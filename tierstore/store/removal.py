@@ -113,7 +113,7 @@ def _striped(one: StoreDirectory, count: int) -> ConfigError:
 
 def _silent(one: StoreDirectory) -> ConfigError:
     return ConfigError(
-        f"{one.path} does not say of which store it is: it was made by an older release, or its file 'identity' is "
+        f"{one.path} has no readable file 'identity', which names its store: an older release made it, or that file is "
         "damaged; resume the store with all its directories once, and delete it then; nothing was removed"
     )
 
@@ -200,7 +200,7 @@ def remove(
 def _refuse_finished(found: Sequence[StoreDirectory], only_unfinished: bool) -> None:
     names = {name for one in found for name in one.files}
     if only_unfinished and (UNFINISHED not in names or any(map(MANIFEST.fullmatch, names))):
-        raise ConfigError(f"{found[0].path} holds a store; nothing was removed")
+        raise ConfigError(f"{found[0].path} holds a store that was begun, so nothing was removed")
 
 
 def _holds_nothing(path: Path) -> bool:

@@ -175,8 +175,8 @@ def reserve_pieces(pool: Pool, layout: ExtentLayout, smallest_bytes: int) -> Hos
     rest, free_bytes = padded(layout.nbytes), pool.capacity_bytes - pool.used_bytes
     if rest > free_bytes:
         raise BudgetError(
-            f"cpu_memory: {format_size(rest)} needed, but {format_size(free_bytes)} are free beside the buffers; "
-            f"the smallest cpu_memory that fits is {smallest_bytes} B; or move entries to another tier"
+            f"cpu_memory: {format_size(rest)} needed, but {format_size(free_bytes)} are free beside the buffers of "
+            f"transfers; the smallest cpu_memory that fits is {smallest_bytes} B; or move entries to another tier"
         )
     leases: list[Lease] = []
     size = layout.chunk_bytes

@@ -258,7 +258,10 @@ class SlotPack:
             raise FormatError(f"the store is damaged: {len(records)} records for {len(self._places)} chunks")
         for name, place, record in zip(self._names, self._places, records):
             if record is not None and not (record.slot < self._slots and 0 < record.stored_bytes <= place.padded_bytes):
-                raise FormatError(f"the store is damaged: chunk {name} of {place.padded_bytes} B has the {record}")
+                raise FormatError(
+                    f"the store is damaged: the manifest has {record.stored_bytes} B of chunk {name} in slot "
+                    f"{record.slot}, where {self._slots} slots of {place.padded_bytes} B are"
+                )
         needed = self._needed(records)
         for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             with self._io.backend.calling("inspection", path):
@@ -394,7 +397,7 @@ class SlotPack:
         """
         if found != record.checksum:
             path, offset, _ = self.location(index, record)
-            of_times = " (or the directories are of different times)" if len(self._directories) > 1 else ""
+            of_times = " (or the directories were copied at different times)" if len(self._directories) > 1 else ""
             raise ChecksumMismatch(
                 f"damaged: chunk {self._names[index]} at offset {offset} of {path}: "
                 f"{record.stored_bytes} B have checksum {found:016x}, not {record.checksum:016x} as written"

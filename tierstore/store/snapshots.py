@@ -121,7 +121,7 @@ class Snapshot:
         if Manifests(self.directories[0], self._backend).numbers(missing_ok=True):
             raise ConfigError(
                 f"there is a snapshot {self.name!r} already, in {self.directories[0]}; choose another name, or remove "
-                "it: tierstore delete takes its directories"
+                "it by tierstore delete, which is given all of its directories"
             )
         self._remove_unfinished()
         of = Manifests(self._source, self._backend)
@@ -173,7 +173,7 @@ class Snapshot:
             copy = self._copy_of(file)
             for offset, nbytes in file.ranges if file in self._to_copy else ():
                 if self._is_given_up:
-                    raise ClosedError(f"the snapshot {self.name!r} was given up")
+                    raise ClosedError(f"the snapshot {self.name!r} was ended before it was whole")
                 self._backend.copy_range(file.path, copy, offset, nbytes)
                 self._copied_bytes += nbytes
                 unsynced += nbytes

@@ -347,7 +347,8 @@ class TensorStore:
             stored, codec = generation.layout["chunk_bytes"], generation.layout["codec"]
             if codec != tiers.codec.value or (asked is not None and chunk_bytes != stored):
                 raise ConfigError(
-                    f"the store in {tiers.nvme[0]} was made with codec={codec!r} and chunk_bytes={stored}; open it so"
+                    f"the store in {tiers.nvme[0]} was made with codec={codec!r} and chunk_bytes={stored}; open it "
+                    "with these"
                 )
             chunk_bytes = stored
         return plan_buffers(tiers.cpu_memory, chunk_bytes, tiers.io_threads * max(1, len(tiers.nvme)), tiers.codec)

@@ -129,7 +129,7 @@ def _packs_of_tensors(generation: Generation, directories: Sequence[Path], io: C
 
 def _decided(codec: Codec, kind: str) -> Codec:
     if codec is Codec.AUTO:
-        raise FormatError(f"the store does not say what codec its {kind[:40]} are stored with")
+        raise FormatError(f"the manifest is damaged: it does not say with which codec its {kind[:40]} are stored")
     return codec
 
 

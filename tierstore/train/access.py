@@ -290,8 +290,8 @@ class DeviceAccess:
             told = f"{error} (it is {self._store.placement.gpu_bytes} B)"
             if kept := [self._groups[index].spec.name for index in self._viewed()]:
                 told += (
-                    f"; {kept[0]} stays there because somebody holds a view of its weights: who has read it (keep a "
-                    "clone()), the model, or a checkpoint over several blocks that computes them again"
+                    f"; {kept[0]} stays there because somebody holds a view of its weights: code that has read "
+                    "them (keep a clone()), the model, or a checkpoint over several blocks"
                 )
             raise BudgetError(told) from None
 

@@ -303,9 +303,9 @@ def _placed(
     elif not request.updates_on_gpu:
         reason = "there are several ranks"
     elif place(replace(request, cpu_bytes=2**62)).gpu_update_bytes:
-        reason = "cpu_memory has no room for what is on its way there"
+        reason = "cpu_memory has no room for the buffers of its transfers"
     else:
-        reason = "gpu_memory has no room for that of any group beside all weights"
+        reason = "gpu_memory has no room for the state of any group beside all weights"
     if reason is None:
         return placement, None
     told = f"state cannot be updated on {tiers.device}: {reason}"

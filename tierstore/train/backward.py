@@ -261,8 +261,8 @@ class GradientCollector:
         parameter.grad = None
         if not self._is_collecting:
             raise GraphError(
-                f"a gradient of {group.spec.parameters[position].name} came past the engine: call "
-                "engine.backward(loss), not loss.backward(); while another engine's loss goes through this model, "
+                f"a gradient of {group.spec.parameters[position].name} was computed outside of engine.backward: "
+                "call engine.backward(loss), not loss.backward(); while another engine's loss goes through this model, "
                 "freeze its parameters by requires_grad_(False)"
             )
         if gradient.layout is not torch.strided:
@@ -281,8 +281,8 @@ class GradientCollector:
             advice = "" if self._reductions is not None else "; use update='forward' for models that do that"
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} came after its group was "
-                f"{'updated' if self.is_streaming else 'reduced'}: the model recomputed something else than in the "
-                f"step before{advice}"
+                f"{'updated' if self.is_streaming else 'reduced'}: the model recomputed other operations than in "
+                f"the step before{advice}"
             )
         gradient = gradient.resolve_neg()  # a view of an imaginary part needs this: its bytes are read as they are
         self._add(group, collected, position, gradient)

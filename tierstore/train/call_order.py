@@ -80,8 +80,8 @@ class CallOrder:
             if self._holder.setdefault("call", call) is not call:
                 self._runtime.check_process()
                 raise ConfigError(
-                    f"{what} was called while another thread is in a call of the same engine; let one thread at a time "
-                    "call it, by a lock of yours around each"
+                    f"{what} was called while another thread is in a call of the same engine; use it from one thread, "
+                    "or guard each call with a lock"
                 )
             yield
         finally:

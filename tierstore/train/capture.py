@@ -224,8 +224,8 @@ def load_module_state(model: nn.Module, values: Mapping[str, Any]) -> None:
         name = min(buffers.keys() ^ (values.keys() - extra))
         where = "model" if name in buffers else "store"
         raise FormatError(
-            f"the store holds other buffers than the model: {name!r} is only in the {where}; one that came or went "
-            "while training must be there, or not, as in the end, before the engine is made; its values do not matter"
+            f"the store holds other buffers than the model: {name!r} is only in the {where}; a buffer that was added "
+            "or removed while training must be added or removed before the engine is made, too, with any values"
         )
     with torch.no_grad():
         for name, buffer in buffers.items():

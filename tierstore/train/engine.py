@@ -141,7 +141,7 @@ class Engine:
 
         def __setattr__(self, name: str, value: object) -> None:
             if type(self) is Engine and name in _ARGUMENTS:
-                raise ConfigError(f"{name} is given when an engine is made, and set later it would change nothing")
+                raise ConfigError(f"{name} is an argument of Engine(...), and setting it later changes nothing")
             super().__setattr__(name, value)
 
     # --- the loop -----------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class PrefetchingLoader(Generic[T]):
             ConfigError: the position is that of another kind of loader, or counts batches of another size.
         """
         if not state_dict.keys() >= ({"ahead", "source"} if "source" in state_dict else {"ahead", *_COUNTED}):
-            raise ConfigError("the saved position is none of a PrefetchingLoader")
+            raise ConfigError("the saved position is not that of a PrefetchingLoader")
         if ("source" in state_dict) != self._is_stateful:
             raise ConfigError(
                 "the saved position is that of a loader with state_dict, and this one has none (or the other way round)"

@@ -81,7 +81,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if absent or state_dict["state"]:
             what = f"it has no {absent[0]}" if absent else "it has moments, which are in the store here"
             raise ConfigError(
-                f"the state is that of another optimizer: {what}; set options in param_groups, for moments begin anew"
+                f"the state is that of another optimizer: {what}; set options in param_groups; moments cannot be loaded"
             )
         super().load_state_dict(state_dict)
 
@@ -127,7 +127,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 name = min(other)
                 raise ConfigError(
                     f"parameter_groups[{index}] had {'a' if name in names else 'no'} parameter {name} when the state "
-                    "was made; give the groups of then"
+                    "was made; give the same parameter_groups as then"
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -141,7 +141,7 @@ def _schedule_for(
     if wish is UpdateSchedule.BACKWARD and needs_whole_backward:
         scaling = "fp16 loss scaling" if is_half else "dynamic loss scaling"
         reason = "clipping by the global norm" if max_grad_norm is not None else scaling
-        raise ConfigError(f"update='backward' cannot know {reason} in time; use 'forward' or 'speculative'")
+        raise ConfigError(f"update='backward' applies gradients too early for {reason}; use 'forward' or 'speculative'")
     if wish is UpdateSchedule.SPECULATIVE and not can_go_back:
         missing = "commit_every=1 and durability='commit'" if has_store else "a store: give nvme a directory"
         raise ConfigError(f"update='speculative' goes back to the committed slot: it needs {missing}")

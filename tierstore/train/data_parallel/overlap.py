@@ -67,7 +67,7 @@ class OverlapProfiler:
         if reducer is not None and not hasattr(reducer, "last_step"):
             raise ConfigError(f"OverlapProfiler takes a GradientReducer, not a {type(reducer).__name__}")
         if reducer is not None and reducer.is_delayed:
-            raise ConfigError("of delayed=True no step knows when its own collectives end: profile it without")
+            raise ConfigError("with delayed=True a step sees no end of its own collectives: profile without delayed")
         for name, parameter in () if reducer is None else reducer.module.named_parameters():
             if parameter.requires_grad:
                 self._sizes[name] = parameter.nbytes

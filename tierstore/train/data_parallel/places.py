@@ -148,7 +148,7 @@ class Places:
         held = (index for index, is_held in enumerate(self._held) if is_held)
         if (index := next((i for i in held if self._parameters[i].grad is views[i]), None)) is not None:
             raise GraphError(
-                f"the gradient of {self._names[index]} is one that no_sync() has gathered, and would be lost: call "
+                f"the gradient of {self._names[index]} was accumulated in no_sync(), and would be lost: call "
                 "flush() before the first backward in no_sync(), or after the one that ends the accumulation"
             )
 

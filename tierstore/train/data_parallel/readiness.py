@@ -124,7 +124,10 @@ class Readiness:
         name = self.names[index]
         if self.is_static:
             count = self._expected[index]
-            return GraphError(f"{name} got more gradients than in the first backward ({count}): not a static graph")
+            return GraphError(
+                f"{name} got more gradients than in the first backward ({count}): it is no static graph, as "
+                "static_graph=True says"
+            )
         if self._came[index] > self._expected[index]:
             return GraphError(
                 f"{name} got its gradient twice in one backward, as reentrant checkpointing does: use static_graph=True"

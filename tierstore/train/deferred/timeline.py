@@ -68,7 +68,7 @@ class Timeline:
         if _fingerprint(state) in self._outdated:
             raise ConfigError(
                 "build() put the random generator back to a state read earlier in it (fork_rng, set_rng_state, or the "
-                "same manual_seed twice): which numbers come next cannot be told. Seed once, or construct ordinarily"
+                "same manual_seed twice), so what follows cannot be reproduced. Seed once, or construct ordinarily"
             )
         self.events.append(Reseed(state))
         self._actual = state
