@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What does it cost a step to check what it reads? Rounds of one engine's steps with and without that, in turns.
+"""What does it cost a step to check what it reads? Rounds of one engine's steps with and without checks, in turns.
 
 The digests of what a step writes are made in the pass of Adam, and are not measured here. A machine's speed drifts by
-more than checks cost, so neighbours are compared: each figure is of pairs of rounds.
+more than checks cost, so neighbouring rounds are compared: each figure is of pairs of rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Switch:
         self._update: Callable[..., Any] = adam.update_with_digests
 
     def put_in(self) -> None:
-        """From now on it asks this, for what is loaded and for what an update reads."""
+        """From now on this switch decides whether loads, and what an update reads, are checked."""
 
         def checksum_of(record: slots.ChunkRecord, data: Any) -> int:
             return self._checksum_of(record, data) if self.is_on else record.checksum
@@ -76,7 +76,7 @@ def checksum_cost(
 
 
 def _ratio(seconds: Callable[..., float], *, is_first: bool) -> float:
-    """Of two rounds, one with checks; each goes first in half of the pairs."""
+    """Of a round with checks to one without; each goes first in half of the pairs."""
     if is_first:
         checked = seconds(is_on=True)
         return checked / seconds(is_on=False)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Is a committed step never lost? Kills, power cuts and faults by the hundred, beside an undisturbed run.
 
-The loops are in `tests/crash/`, for they use the disks of the tests, which fail and forget.
+The loops are in `tests/crash/`, because they use the simulated disks of the tests, which fail and lose writes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def crash_loop(
     """Train, disturb, resume and compare; exit code 1 if a promise was not kept."""
     from tierstore.cli.interrupts import interruptible
 
-    if find_spec("pytest") is None:  # the disks of the tests are made of it
+    if find_spec("pytest") is None:  # the disks of the tests use it
         raise typer.BadParameter("this needs pytest: run bash tools/run_tests.sh once, or pip install -e '.[dev]'")
     if soak == 1:
         raise typer.BadParameter("--soak compares its last steps with its first: give at least 2")
@@ -59,7 +59,7 @@ def crash_loop(
                 raise typer.BadParameter(f"no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
             with bar(console, "kills", kills or KILLS) as advance:
                 found.append(kill(variant or list(VARIANTS), kills or KILLS, seed, Path(folder), ranks, advance))
-        if soak:  # it forks, as kills do, and is before what trains in this process
+        if soak:  # it forks, as kills do, so both run before cuts, which train in this process
             from crash.soak import soak as run
 
             with bar(console, "steps", soak) as advance:
@@ -80,7 +80,7 @@ def crash_loop(
 
 @contextlib.contextmanager
 def bar(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal; call what it gives for each that is done. It has no thread: the process forks."""
+    """A bar on a terminal; call the function that it gives for each one done. No thread, because the process forks."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
@@ -90,7 +90,7 @@ def bar(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]
 
 
 def table(findings: Any) -> Table:
-    """What was seen, and each claim with what it rests on."""
+    """What was seen, and each claim with its evidence."""
     shown = Table(title=findings.title, title_justify="left", show_header=False)
     for name, value in findings.rows:
         shown.add_row(name, Text(value))

@@ -10,7 +10,7 @@ python=$venv/bin/python
 say() { printf '%s\n' "$*"; }
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
 
-# A name may be there and not run (a pyenv shim of a version that is not chosen), or lack venv (Debian).
+# A command may exist but not run (a pyenv shim of a version that is not chosen), or lack venv (Debian).
 python_works() {
   "$1" -c 'import sys, venv, ensurepip; sys.exit(not sys.version_info >= (3, 11))' >/dev/null 2>&1
 }
@@ -29,7 +29,7 @@ find_python() {
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
 
-# What a finished installation looks like: it changes with the project file, the extras and the place.
+# Identifies a finished installation: it changes with the project file, the extras and the place.
 stamp_text() { printf '%s %s ' "$1" "$root"; cksum <"$root/pyproject.toml"; }
 
 is_current() {  # extras
@@ -37,7 +37,7 @@ is_current() {  # extras
     [ "$(cat "$venv/.tierstore-$1")" = "$(stamp_text "$1")" ]
 }
 
-# Imports everything heavy, from where it should be, and lets torch and the compiler compute something.
+# Imports every heavy package, tierstore from this repository, and lets torch and the compiler compute something.
 check_installation() {
   (cd / && "$python" - "$root") <<'PYTHON'
 import pathlib, sys

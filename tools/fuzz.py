@@ -4,8 +4,8 @@
     python tools/fuzz.py pack|chunk|manifest|index|torch|distributed [--seconds 60] [--seed 1]
     python tools/fuzz.py pack --replay FILE...
 
-A failure is any other error, more than a second, more memory than the file declares, a file opened for writing, a
-process started. It is written below `tests/corpus/TARGET`, where a test replays it for ever. The search is that of
+A failure is any other error, more than a second, far more memory than the input has bytes, a file opened for writing, a
+process started. It is written below `tests/corpus/TARGET`, where a test replays it from then on. The search is that of
 libFuzzer, by atheris (`pip install atheris`); inputs are changed by their structure, and their checksums repaired.
 """
 
@@ -41,7 +41,7 @@ FORBIDDEN = re.compile(r"os\.(remove|rename|mkdir|rmdir|truncate|chmod|link|syml
                        r"|subprocess\.Popen|socket\.connect|shutil\..*|ctypes\.dlopen")  # fmt: skip
 
 
-_watched: list[list[str]] = []  # a hook cannot be taken out again: it looks here whether anybody wants to know
+_watched: list[list[str]] = []  # a hook cannot be removed: it records in the last list here, if any
 _is_hooked = False
 
 
@@ -70,13 +70,13 @@ def watched() -> Iterator[None]:
 
 
 def try_input(target: Target, data: bytes, folder: Path, *, is_measured: bool) -> str:
-    """Reads one input; the FormatError's sentence, or nothing.
+    """Reads one input; returns the FormatError's sentence, or an empty one.
 
     Args:
         is_measured: look at the memory, too, which takes time.
 
     Raises:
-        Failure, or whatever was raised: it may not do this.
+        Failure, or any other error that reading raised: neither may happen.
     """
     from tierstore.errors import FormatError
 
@@ -148,7 +148,7 @@ def replay(name: str, inputs: Mapping[str, bytes]) -> dict[str, str]:
     """The refusal of each input by its name, and of each seed.
 
     Raises:
-        Failure, or whatever was raised; the note on it says by which input.
+        Failure, or any other error; its note names the input.
     """
     refusals = {}
     with tempfile.TemporaryDirectory() as folder:

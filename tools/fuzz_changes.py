@@ -20,7 +20,7 @@ Mutate = Callable[[bytes], bytes]
 
 
 class Failure(Exception):
-    """An input did what no file may do."""
+    """An input made its reader do what no file may cause."""
 
 
 def changed_json(value: Any, rng: random.Random) -> Any:

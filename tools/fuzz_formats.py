@@ -1,8 +1,8 @@
 """Targets of `tools/fuzz.py` in the formats of tierstore: packs, their chunks, manifests and indices.
 
-An input of most is a file. That of a chunk begins with its codec, the bytes of an element and of its content; that of a
-manifest with its length, and the captured state stands behind it. Checksums are made right after each change, for
-nobody finds a fault behind one otherwise.
+For most targets an input is a file. The input of a chunk begins with its codec, the bytes of an element and the bytes
+of its content; that of a manifest begins with its length, and the captured state follows it. Each change repairs the
+checksums, because otherwise no input would get past them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def chunk_seeds(folder: Path) -> dict[str, bytes]:
 
 def change_chunk(data: bytes, rng: random.Random, mutate: Mutate) -> bytes:
     data = blind(data, rng, mutate) if rng.random() < 0.5 else data[:6] + mutate(data[6:])
-    if len(data) >= 38 and rng.random() < 0.7:  # lengths of a blosc2 frame: of what it gives, and of itself
+    if len(data) >= 38 and rng.random() < 0.7:  # lengths in a blosc2 frame: of its content, and of itself
         size, frame = _CHUNK.unpack_from(data)[2] % 2**22, bytearray(data[6:])
         frame[4:8], frame[12:16] = size.to_bytes(4, "little"), len(frame).to_bytes(4, "little")
         data = data[:6] + bytes(frame)
@@ -193,7 +193,7 @@ def read_manifest(data: bytes, folder: Path) -> None:
         try:
             pack.slots.check(generation.records[kind])
         except FormatError as error:
-            if "is missing" not in str(error):  # files: there are none
+            if "is missing" not in str(error):  # there are no files
                 raise
     chunks_of(generation, packs)
     if is_of_tensors(generation):

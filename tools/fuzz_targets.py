@@ -19,7 +19,7 @@ class Target:
     Attributes:
         read: reads the input, in a folder of its own.
         seeds: good inputs by name, made in a folder.
-        change: an input like another one, its checksums right; the last argument changes bytes blindly.
+        change: makes a changed input with right checksums; its last argument changes bytes blindly.
     """
 
     read: Callable[[bytes, Path], None]
@@ -38,4 +38,4 @@ TARGETS = {
 FILES = {
     "pack": "a.safetensors", "index": "model.safetensors.index.json", "torch": "a.pt", "distributed": ".metadata",
 }  # fmt: skip
-"""Where an input stands in the folder in which it is read."""
+"""The name of an input's file in the folder in which it is read."""

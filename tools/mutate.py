@@ -48,7 +48,7 @@ def run_tests(tree: Path, tests: Iterable[str], limit_s: float) -> tuple[int | N
 
 
 def outcome_of(mutation: Mutation, tree: Path) -> str:
-    """`red`, or in capitals what it is instead."""
+    """`red` if the test failed, else in capitals what it did instead."""
     try:
         (tree / mutation.path).write_text(mutation.of((ROOT / mutation.path).read_text()))
         status, output = run_tests(tree, [mutation.test], LIMIT_S)

@@ -1,4 +1,4 @@
-"""The safeguards of the package, what each becomes without it, and the test that names it.
+"""The safeguards of the package, the code that replaces each, and the test that then fails.
 
 Not here: taking them out and running the tests (`mutate.py`).
 """
@@ -17,9 +17,9 @@ class Mutation:
 
     Attributes:
         place: a file below `tierstore/`, and the function.
-        text: stands there exactly once.
+        text: the safeguard, which stands there exactly once.
         test: below `tests/`; fails without the safeguard.
-        becomes: what stands there instead.
+        becomes: the text that replaces it.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _lines_of(tree: ast.AST, name: str) -> tuple[int, int]:
 
 
 def never(name: str, place: str, condition: str, test: str) -> Mutation:
-    """What stands below a condition is not done."""
+    """A mutation under which the code below a condition does not run."""
     return Mutation(name, place, condition, test, "if False:")
 
 
@@ -622,7 +622,7 @@ MUTATIONS: Sequence[Mutation] = (
         "a tensor that is put into the mapping is refused", "store/tensors.py TensorStore.acquire",
         "acquired.check_same()", "store/test_tensors.py",
     ),
-    # Weights that an engine would not have, or would lose, when it is made.
+    # Weights that a new engine would lack, or lose.
     Mutation(
         "parameters that share memory are refused where they are put off, too", "train/materialize.py _requests",
         "refuse_overlap(places)", "train/test_built.py",
@@ -724,7 +724,7 @@ MUTATIONS: Sequence[Mutation] = (
         "newcomers are refused where no graph is searched", "train/data_parallel/reducer.py GradientReducer.backward",
         "self._readiness.refuse_newcomers()", "train/test_reducer_hooks.py",
     ),
-    # What would be computed with, and not be trained or kept.
+    # Parameters and changes that would be computed with, but neither trained nor kept.
     Mutation(
         "newcomers are refused", "train/steps.py Steps._forward", "parts.groups.refuse_newcomers(parts.model)",
         "train/test_changed_weights.py",
@@ -986,7 +986,7 @@ MUTATIONS: Sequence[Mutation] = (
         "weights that are there are not lost", "apps/train.py _Run._export", " or isinstance(error, DoneButFor)",
         "apps/test_train.py::test_an_export_that_fails_says_what_is_left", "",
     ),
-    # What is broken off.
+    # Work that an exception interrupts.
     Mutation(
         "a round that nobody knows of is taken back", "train/rounds.py RoundDriver.begin", "self._round = None",
         f"{BROKEN_OFF}::test_is_no_matter_while_the_round_begins",

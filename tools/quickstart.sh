@@ -9,8 +9,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/tools/environment.sh"
 
-# 25.5 million parameters need 16 bytes each, 389 MiB: 8.1 times the memory given here. Of an option that is given
-# twice the later one holds, so that the user's come behind these.
+# 25.5 million parameters need 16 bytes each, 389 MiB: 8.1 times the memory given here. If an option is given twice,
+# the later one counts, so the user's options come after these.
 options=(--dtype fp32 --resume auto --gpu-memory 28MiB --cpu-memory 20MiB --batch 4 --sequence 256 --steps 45
   --lr 6e-4 --warmup 10)
 model=(--preset 25m) keep=''

@@ -19,7 +19,7 @@ check() {  # name, command...
     failed+=("$name")
   fi
 }
-# Beside the checks and once: else both workers and their children begin by compiling the same kernels.
+# Beside the checks and only once: otherwise both workers and their children would begin by compiling the same kernels.
 "$python" -c 'from tierstore.kernels import warm_up; warm_up(("fp32", "bf16", "fp16"))' &
 compiling=$!
 check "lint (ruff)" "$python" -m ruff check .
@@ -29,8 +29,8 @@ if [ ${#failed[@]} -gt 0 ]; then say "failed so far: ${failed[*]}"; fi
 
 wait "$compiling" || true  # what does not compile fails in the tests
 status=0
-# What tests write, 3 GB at most, goes to memory where there is plenty: all take an eighth less. The package itself
-# checks what O_DIRECT asks for, and what a real disk must show is tested on one (`disk_path`). TMPDIR=/tmp: all is.
+# Where memory is plenty, tests write to it, 3 GB at most: the whole run takes an eighth less time. The package itself
+# checks what O_DIRECT asks for, and tests that need a real disk use one (`disk_path`). With TMPDIR=/tmp all tests do.
 room=$(df --output=avail -BG /dev/shm 2>/dev/null | tail -1 | tr -dc 0-9)
 if [ -z "${TMPDIR:-}" ] && [ "${room:-0}" -ge 8 ]; then
   TMPDIR=$(mktemp -d /dev/shm/tierstore-tests.XXXXXX)

@@ -27,16 +27,16 @@ from tierstore.train.filling import Source
 from tierstore.train.materialize import deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
-_MOST_UPDATE_THREADS = 64  # of TierConfig
+_MOST_UPDATE_THREADS = 64  # the limit of TierConfig
 _SMALLEST_VOCABULARY = 256  # one id per byte
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run is made of, before the engine takes the model over.
+    """The parts of a run, before the engine takes the model over.
 
     Attributes:
-        configuration: as it was given, without what training has set on the model's own.
+        configuration: as it was given, without the changes that training makes in the model's own copy.
     """
 
     configuration: Any
@@ -52,7 +52,7 @@ def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
     """Model (its weights not yet in memory), data and order of samples.
 
     Raises:
-        ConfigError: the model cannot read bytes, or not that many; no such model or data.
+        ConfigError: the model cannot read bytes, or not so many per sample; no such model or data.
     """
     crew = crew or Crew()
     given = _configuration(options)
@@ -68,12 +68,12 @@ def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
     )  # fmt: skip
     torch.manual_seed(options.seed)
     model, source = deferred(lambda: presets.build(configuration, options.dtype), checkpoint=options.checkpoint)
-    if not crew.leads:  # the weights are those of rank 0; dropout is to be another at every rank
+    if not crew.leads:  # the weights are those of rank 0; dropout must differ between ranks
         torch.manual_seed(hash((options.seed, crew.rank)) % 2**63)
     model.train()
     if options.checkpointing:
         _enable_checkpointing(model)
-    # What an exported configuration says of the weights beside it, which are those of the built model.
+    # An exported configuration describes the weights beside it, which are those of the built model.
     given.architectures, given.dtype = [type(model).__name__], configuration.dtype
     return Parts(given, model, source, corpus, batches, Recipe(options), sequence)
 
@@ -81,7 +81,7 @@ def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
 def engine_arguments(
     options: TrainOptions, parts: Parts, tracer: Tracer | None = None, crew: Crew | None = None
 ) -> dict[str, Any]:
-    """What the engine of a run is made with."""
+    """The arguments of a run's engine."""
     crew = crew or Crew()
     update_threads = None if options.threads is None else min(options.threads, _MOST_UPDATE_THREADS)
     return {
@@ -130,7 +130,7 @@ def _sequence(options: TrainOptions, configuration: Any) -> int:
 def _enable_checkpointing(model: nn.Module) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(f"{type(model).__name__} does not support --checkpointing")
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)  # the later of its two names
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)  # the newer of its two names
     if enable is not None:
         enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

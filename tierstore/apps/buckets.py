@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _LAYER = re.compile(r"\s*([^:]+?)\s*:\s*([0-9.eE+-]+)\s*(?:x\s*([0-9]+)\s*)?")
-_NEAR = 0.01  # longer than the shortest step, and as good
+_NEAR = 0.01  # a step that is longer by this part is as good
 _MOST_LAYERS = 100_000
 _MOST_POINTS = 200  # of the plot
 
@@ -38,7 +38,7 @@ class SweepOptions:
     Attributes:
         layers: in the order of backward.
         before_s: time of a step before backward.
-        bucket: sizes of the table; empty is the smallest layer, doubled until one bucket holds all.
+        bucket: sizes in the table; if empty, that of the smallest layer, doubled until one bucket holds all.
         first_bucket: size of the first bucket; None is that of the others.
     """
 
@@ -67,9 +67,9 @@ class Outcome:
     """A sweep.
 
     Attributes:
-        rows: of the sizes asked for, by size, and the best one if it is another.
+        rows: of the sizes asked for, by size, and the best row if it is not among them.
         best: the row of the shortest step among many more sizes.
-        near: of the largest size whose step is at most 1 % longer.
+        near: the row of the largest size whose step is at most 1 % longer.
         curve: what a plot shows; empty without one.
     """
 
@@ -223,7 +223,7 @@ def draw(options: SweepOptions, outcome: Outcome, path: Path) -> None:
               label=f"best: {size_text(best.cap_bytes)}, {best.seconds * 1e3:.1f} ms")  # fmt: skip
     axes.set_xscale("log", base=2)
     marked = [row.cap_bytes for row in rows]
-    # The last one is everything, and may come close to the one before it.
+    # The last cap holds everything, and may come close to the one before it.
     ticks = [cap for cap, after in zip(marked, (*marked[1:], math.inf)) if after > 1.35 * cap]
     axes.set_xticks(ticks, [size_text(cap) for cap in ticks], rotation=30, ha="right")
     axes.minorticks_off()

@@ -1,6 +1,6 @@
 """Bytes to try codecs on: chunks of a store as training reads and writes them, or tensors of safetensors files.
 
-Scope: finding them, reading some, evenly spread over the whole. Not here: what codecs make of them (`codecs.py`).
+Scope: finding and reading samples, evenly spread over the whole. Not here: what codecs make of them (`codecs.py`).
 Owner: files are only read; the store may be in use.
 """
 
@@ -35,7 +35,7 @@ class Sample:
     """Bytes of one kind and dtype, each part to be encoded alone.
 
     Attributes:
-        item_bytes: what a codec transposes by.
+        item_bytes: size of the elements that a codec transposes.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ def read_samples(path: Path, limit_bytes: int) -> list[Sample]:
         path: a store (the first of its directories), a directory of safetensors files, or one such file.
 
     Raises:
-        ConfigError: there is nothing of that sort.
+        ConfigError: the path holds none of these.
         FormatError, StorageError: a file is damaged or unfinished, or cannot be read.
     """
     if not path.exists():
@@ -79,7 +79,7 @@ def _of_store(directory: Path, generation: Generation, limit_bytes: int) -> list
     for kind in Kind:
         records = generation.records.get(kind.value, ())
         codec = recorded_codecs(layout)[kind].codec
-        # Chunks go to the directories in turn, and the first one has the manifests.
+        # Chunks go to the directories in turn; the first directory has the manifests.
         chunks = chunk_specs(kind, groups, layout["chunk_elements"])[:: layout["directories"]]
         dtypes = [group.dtype for group in groups for _ in chunk_specs(kind, [group], layout["chunk_elements"])]
         spans = (slot_pack if codec is Codec.NONE else capacity_pack)(chunks).spans

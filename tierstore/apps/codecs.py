@@ -35,9 +35,9 @@ class CodecOptions:
 
     Attributes:
         path: a store, a directory of safetensors files, or one such file.
-        disk: bytes per second that it reads and writes; None: nothing is said of one disk.
-        cores: how many en- and decode at once.
-        overlapped: they have nothing else to do, as beside a GPU.
+        disk: bytes per second that a disk reads and writes; None: no particular disk.
+        cores: how many encode and decode at once.
+        overlapped: these cores have nothing else to do, as beside a GPU.
         sample: bytes to read of each kind and dtype.
     """
 
@@ -138,7 +138,7 @@ def sentences(tried: list[Tried]) -> list[str]:
 
 
 def _pays_below(options: CodecOptions, rates: CodecRates) -> tuple[float, float]:
-    """Rates of disks under which it pays on those cores, in writing and in reading."""
+    """Rates of disks below which the codec pays on the given cores, in writing and in reading."""
     ways = (rates.encode_bytes_per_s, rates.decode_bytes_per_s)
     encoding, decoding = (pays_below_bytes_per_s(rates.ratio, way * options.cores) for way in ways)
     return encoding, decoding

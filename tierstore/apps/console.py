@@ -1,4 +1,4 @@
-"""Where commands show things: rich's console, which outlives its reader.
+"""The console of the commands: rich's, except that work goes on when the reader of its output leaves.
 
 Scope: one class. Not here: what is shown (`plain.py`, `progress.py`, the reports).
 """
@@ -11,7 +11,7 @@ from tierstore.apps.stopping import let_go
 
 
 class Console(console.Console):
-    """Who reads may leave, as `head` does: nothing more is shown then, and the work goes on to its end."""
+    """If the reader of the output leaves, as `head` does, nothing more is shown, and the work goes on to its end."""
 
     def on_broken_pipe(self) -> None:
         let_go(self.file.fileno())

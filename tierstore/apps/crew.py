@@ -1,12 +1,12 @@
-"""The ranks of one `tierstore train`: meeting, telling each other small things, and one voice when something fails.
+"""The ranks of one `tierstore train`: meeting, exchanging small values, and one voice when something fails.
 
-Scope: the process group, its end, exchanges outside the engine, who says what of a failure.
-Not here: who torchrun has started (`apps/launch.py`), what the engine exchanges (`train/partition.py`).
+Scope: the process group, its end, exchanges outside the engine, which rank reports a failure.
+Not here: which ranks torchrun has started (`apps/launch.py`), what the engine exchanges (`train/partition.py`).
 Owner: the training thread.
 
-[Note: one voice] A failure reaches every rank: as its own, as "rank 1: ..." from an exchange, or as a lost rank. Each
-writes what it would say into the store of the launcher, looks for a moment at what the others write, and the first of
-those that mean the same says it. The store outlives a rank that dies: torchrun keeps it.
+[Note: one voice] A failure reaches every rank: as its own error, as "rank 1: ..." from an exchange, or as a lost rank.
+Each rank writes its message into the launcher's store and waits a moment for the messages of the others. Of the ranks
+whose messages mean the same, the first one shows it. The store outlives a rank that dies, because torchrun keeps it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Crew:
 
     @property
     def rank(self) -> int:
-        """Of this process among all."""
+        """The rank of this process among all."""
         return self.launch.rank
 
     @property
@@ -61,7 +61,7 @@ class Crew:
         return self.rank == 0
 
     def mesh(self, device: str) -> Any:
-        """Of several machines: state is shared out inside each, which thus has a whole store, and all have the same.
+        """For several machines: state is sharded inside each machine, so that each has the same whole store.
 
         None for one machine. Shapes: (replicate, shard).
         """
@@ -71,33 +71,33 @@ class Crew:
         return init_device_mesh(device.partition(":")[0], shape, mesh_dim_names=("replicate", "shard"))
 
     def exchange(self, what: str, mine: T) -> list[T]:
-        """What every rank gives, by rank. All call it, in the same order.
+        """The values of all ranks, by rank. All ranks call it, in the same order.
 
         Raises:
-            RankLost: one does not; `what` says what was waited for.
+            RankLost: a rank does not call; the message says by `what` what was waited for.
         """
         return [mine] if self._ranks is None else self._ranks.exchange(what, mine)
 
     def all_succeed(self, what: str, work: Callable[[], T]) -> T:
-        """What the work gave here, once it has succeeded at every rank.
+        """This rank's result of the work, once it has succeeded on every rank.
 
         Raises:
-            TierstoreError: it failed at one; all raise.
+            TierstoreError: it failed on one; all raise.
         """
         result, failure = attempt(work)
         results(self.exchange(what, outcome(None, failure)), failure)
         return result  # type: ignore[return-value]
 
     def check_same(self, what: str, mine: Mapping[str, object]) -> None:
-        """Refuse ranks that were given different things.
+        """Refuse ranks that were given different values.
 
         Raises:
-            ConfigError: at all of them, with the first difference.
+            ConfigError: on all of them, with the first difference.
         """
         refuse_different(self.exchange(what, mine))
 
     def sentence(self, error: TierstoreError) -> str:
-        """What this rank says of its failure; empty if another one says it. See [Note: one voice]."""
+        """What this rank reports of its failure; empty if another rank reports it. See [Note: one voice]."""
         text = " ".join(str(error).split())
         if self._ranks is None:
             return text
@@ -115,21 +115,21 @@ class Crew:
             return f"rank {self.rank} stops, for rank {failed[0]} has failed"
         named = [other for other in same.values() if _FROM_RANK.fullmatch(other)]
         if mine == _LOST or (len(same) == self.count and not named):
-            return text  # a lost rank is named in it, and what all ranks met needs no name
+            return text  # it names the lost rank; an error that all ranks met needs no name
         return named[0] if named else f"rank {self.rank}: {text}"
 
     def fail(self, error: Exception) -> None:
-        """Let the others know of a failure that is shown with its place in the code."""
+        """Let the other ranks know of an unexpected failure, which this rank shows with a traceback."""
         with contextlib.suppress(RuntimeError):
             self._store().set(f"{self.rank}", f"{type(error).__name__}: {error}")
 
     def _store(self) -> Any:
-        # Of these ranks: torchrun's store keeps what earlier ones have said.
+        # A prefix for these ranks only: torchrun's store keeps the messages of earlier ones.
         name = self._ranks.name if self._ranks is not None else ""
         return PrefixStore(f"{name}/failures", _get_default_store())
 
     def _said(self, mine: str) -> dict[int, str]:
-        """What the ranks say, as far as they say it soon."""
+        """The messages of the ranks, as far as they come within `_PATIENCE_S`."""
         store, deadline = self._store(), time.monotonic() + _PATIENCE_S
         store.set(f"{self.rank}", mine)
         while True:
@@ -149,22 +149,22 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
     """The ranks, as long as they train together: the process group is made here, and destroyed at the end.
 
     Raises:
-        TierstoreError: what was raised in here, with the words of `Crew.sentence`.
+        TierstoreError: what was raised in the block, with the words of `Crew.sentence`.
     """
     if launch.count == 1:
         yield Crew(launch)
         return
     is_cuda = device.startswith("cuda")
     if is_cuda and torch.cuda.is_available() and launch.local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(device)  # NCCL takes the current one
+        torch.cuda.set_device(device)  # NCCL uses the current device
     try:
-        # What is small is exchanged from CPU memory.
+        # Small values are exchanged from CPU memory.
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
         timeout = timedelta(seconds=_TIMEOUT_S)
         store, rank, count = next(rendezvous("env://", timeout=timeout))
         if launch.nodes == 1:
-            # Ranks that torchrun starts again would find the addresses of those before them. (Of several machines each
-            # counts its own restarts.)
+            # Otherwise ranks that torchrun starts again would find the addresses of those before them. (Not with
+            # several machines: each counts its own restarts.)
             store = PrefixStore(f"tierstore/attempt-{launch.attempt}", store)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     except (ValueError, RuntimeError) as error:
@@ -174,7 +174,7 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
     crew = Crew(launch, ranks)
     try:
         yield crew
-        crew.exchange("the end of the run", None)  # torchrun stops all when the first one ends with an exit code
+        crew.exchange("the end of the run", None)  # torchrun stops all when the first one ends with a nonzero exit code
     except TierstoreError as error:
         raise type(error)(crew.sentence(error)) from error
     except Exception as error:
@@ -182,5 +182,5 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
         raise
     finally:
         ranks.close()
-        with contextlib.suppress(Exception):  # one that has lost a rank
+        with contextlib.suppress(Exception):  # a group that has lost a rank
             distributed.destroy_process_group()

@@ -49,7 +49,7 @@ class Corpus:
 
     @property
     def nbytes(self) -> int:
-        """Of both parts."""
+        """The bytes of both parts."""
         return len(self.training) + len(self.held_out)
 
 
@@ -100,7 +100,7 @@ def _from_files(files: Iterable[Path], cap_bytes: int, name: str) -> Corpus:
         with file.open("rb") as opened:
             text = opened.read(min(os.fstat(opened.fileno()).st_size, room_bytes) + 1)
         is_over = len(text) > room_bytes
-        if not (is_over and size_bytes):  # only the first one is cut
+        if not (is_over and size_bytes):  # only the first file is cut
             size_bytes += len(text[:room_bytes])
             (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else training).append(text[:room_bytes])
         if is_over:
@@ -178,7 +178,7 @@ def _tokens(text: Bytes, start: int, length: int) -> torch.Tensor:
 class _Onward(Sampler[list[int]]):
     """The samples of this rank, micro-batch by micro-batch from sample `first` on, without an end.
 
-    Of every micro-batch the ranks take equal parts, so that all of them together see the same ones as one rank does.
+    The ranks take equal parts of every micro-batch, so that together they see the same samples as one rank would.
     """
 
     def __init__(self, first: int, batch: int, rank: int, ranks: int) -> None:
@@ -196,17 +196,17 @@ class Batches:
     """Micro-batches, with a position that counts the samples handed out, not those a worker has prefetched.
 
     The position is in samples of all ranks, so that a run may be resumed with another batch size and on another number
-    of ranks. It belongs to a generation: the engine asks for it when a step returns.
+    of ranks. It is a part of each generation: the engine asks for it when a step returns.
 
     Args:
         batch: samples per micro-batch, those of all ranks.
-        rank, ranks: which part of each this is; `ranks` divides `batch`.
+        rank, ranks: which part of each micro-batch these are; `ranks` divides `batch`.
 
     Attributes:
         notes: what a person should know about the state that was loaded.
 
     Raises:
-        ConfigError: the text is shorter than one sample, or than a micro-batch is in sum.
+        ConfigError: the text is shorter than one sample, or than all samples of a micro-batch together.
     """
 
     def __init__(self, corpus: Corpus, *, length: int, batch: int, seed: int, workers: int = 0,
@@ -256,7 +256,7 @@ class Batches:
         return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at a saved position; data, seed or length other than the saved ones are put into `notes`."""
+        """Goes on at a saved position; `notes` says if data, seed or length differ from the saved ones."""
         self.close()
         self._position = int(state["position"])
         words = {"corpus": "the training text", "seed": "the seed", "sequence": "the sequence length"}

@@ -37,19 +37,19 @@ _TRANSLATED = {
     "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps",
 }  # fmt: skip
 _BETAS, _EPS = [0.9, 0.999], 1e-8
-_WARMUP_LRS = {"WarmupLR": 1e-3, "WarmupDecayLR": 1e-3}  # whatever the optimizer's own
+_WARMUP_LRS = {"WarmupLR": 1e-3, "WarmupDecayLR": 1e-3}  # regardless of the optimizer's own
 _WARMUP_STEPS = {"WarmupLR": 1000, "WarmupDecayLR": 1000, "WarmupCosineLR": 100}
 _ADAMS = {"adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam"}
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What becomes of a configuration.
+    """The result of translating a configuration.
 
     Attributes:
         tiers, optimizer, engine: arguments of `TierConfig`, `AdamWConfig` and `Engine`.
         train: options of `tierstore train`, by name.
-        notes: of keys that have no counterpart, or need a hand: the key, and why.
+        notes: each key that has no counterpart, or needs work by hand, and why.
     """
 
     tiers: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Translation:
     notes: list[tuple[str, str]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The arguments by class, and the options of `train` with which `--options` takes them."""
+        """The arguments by class, and the options of `train` as `train --options` reads them."""
         return {"TierConfig": self.tiers, "AdamWConfig": self.optimizer, "Engine": self.engine, "train": self.train}
 
     def command(self) -> str:
@@ -75,12 +75,12 @@ def translate(path: Path, *, ranks: int, gpu_memory: int | None = None, cpu_memo
     """Reads a configuration.
 
     Args:
-        ranks: that train together; a micro-batch of DeepSpeed is that of one.
-        gpu_memory, cpu_memory: budgets of a rank, in bytes, which DeepSpeed has no word for.
+        ranks: number of ranks that train together; DeepSpeed's micro-batch is that of one rank.
+        gpu_memory, cpu_memory: budgets of a rank, in bytes, which DeepSpeed does not have.
 
     Raises:
-        ConfigError: no such file or no JSON object, a value of another type or that no engine takes, an optimizer
-            that is no Adam.
+        ConfigError: no such file or not a JSON object; a value of the wrong type, or one that the engine refuses; an
+            optimizer other than Adam.
     """
     given = _Given(read_object(path, "DeepSpeed configuration"), str(path))
     if given.is_foreign:
@@ -114,7 +114,7 @@ class _Given:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether nothing that it has is known, or nearly; an empty one has nothing."""
+        """Whether no key is known, or close to a known one; False for an empty configuration."""
         known = {key.partition(".")[0] for key in _TRANSLATED | _SECTIONS | NEEDLESS.keys()}
         names = {key.partition(".")[0] for key in self._values}
         return bool(names) and not any(difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in names)
@@ -163,7 +163,7 @@ class _Given:
         return [float(one) for one in value]
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """What was not translated, and why; what is "auto"."""
+        """Keys that were not translated, and why; also those that are "auto"."""
         known = sorted(_TRANSLATED | NEEDLESS.keys())
         for key, value in self._values.items():
             if key in _TRANSLATED and value == _AUTO:
@@ -193,7 +193,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _tiers(given: _Given, found: Translation, gpu_memory: int | None, cpu_memory: int | None) -> None:
     stage = given.whole("zero_optimization.stage", 0, least=0, most=3)
     if given.is_auto("zero_optimization.stage"):
-        stage = None  # that of tierstore
+        stage = None  # the default of tierstore
     else:
         found.engine["zero"] = found.train["zero"] = stage
     directories: list[str] = []
@@ -251,7 +251,7 @@ def _optimizer(given: _Given, found: Translation) -> None:
     values["lr"] = given.number("optimizer.params.lr", 1e-3)
     values["betas"] = given.rates("optimizer.params.betas", _BETAS)
     values["eps"] = given.number("optimizer.params.eps", _EPS)
-    # As DeepSpeed's engine: AdamW by its name or its mode; its own Adams decay by 0, only torch's AdamW by 0.01.
+    # As in DeepSpeed's engine: AdamW by its name or its mode; its own Adams decay by 0 by default, torch's by 0.01.
     values["decoupled"] = given.flag("optimizer.params.adam_w_mode", True) or kind.lower() == "adamw"
     decay = 0.01 if values["decoupled"] and given.flag("optimizer.params.torch_adam") else 0.0
     values["weight_decay"] = given.number("optimizer.params.weight_decay", decay)
@@ -284,7 +284,7 @@ def _schedule(given: _Given, found: Translation) -> None:
 
 
 def _batch(given: _Given, found: Translation, ranks: int) -> None:
-    """Of micro-batch, accumulation and whole batch two give the third, as in DeepSpeed."""
+    """Any two of micro-batch, accumulation and whole batch give the third, as in DeepSpeed."""
     whole = given.whole("train_batch_size", None)
     micro = given.whole("train_micro_batch_size_per_gpu", None)
     steps = given.whole("gradient_accumulation_steps", None)

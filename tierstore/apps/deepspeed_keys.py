@@ -1,4 +1,4 @@
-"""Keys of a DeepSpeed configuration that tierstore needs no counterpart of, and why.
+"""Keys of a DeepSpeed configuration that need no counterpart in tierstore, and why.
 
 Scope: a table from keys, by dotted path, to reasons. Not here: keys that are translated (`apps/deepspeed.py`).
 

@@ -1,6 +1,6 @@
 """Small files that commands read and write: JSON objects, and text.
 
-Scope: one object per file, what is wrong with it in one sentence, and writing so that an interrupt cuts nothing short.
+Scope: one object per file, errors in one sentence, and writing that an interrupt cannot leave half done.
 Not here: what the objects mean.
 """
 
@@ -40,7 +40,7 @@ def write_object(path: Path, value: dict[str, Any], option: str) -> None:
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Writes the file that `option` asked for: all of it, or what was there before stays.
+    """Writes the file that `option` asked for: either all of it is written, or the previous file stays.
 
     Raises:
         StorageError: it cannot be written.

@@ -35,7 +35,7 @@ _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A group, or a kind of chunks, in a file; `begin` is in bytes from its start."""
+    """A group, or a kind of chunks, in a file; `begin` is in bytes from the start of the file."""
 
     name: str
     codec: str
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a path holds; `facts` are told beside its name."""
+    """What a path holds; `facts` are shown beside its name."""
 
     what: str
     facts: dict[str, Any]
@@ -116,7 +116,7 @@ def tree(content: Content, *, tensors: bool | None = None) -> Tree:
     """Files, their maps, groups and tensors.
 
     Args:
-        tensors: True: all of them are named, False: none; None: the first, and it is said how many more there are.
+        tensors: True names all tensors, False none; None names the first ones, and says how many more there are.
     """
     total = sum(len(part.tensors) for _, _, parts in content.files for part in parts)
     left = total if tensors else 0 if tensors is False else FIRST_TENSORS
@@ -145,7 +145,7 @@ def tree(content: Content, *, tensors: bool | None = None) -> Tree:
 
 
 def _map(parts: Sequence[Part], file_bytes: int) -> Text:
-    """The file from its first byte to its last, one cell for each 1/64 of it, in the shade of what begins it."""
+    """The file from first byte to last, one cell for each 1/64 of it, in the shade of the group at the cell's start."""
     text = Text()
     shown: list[int] = []  # groups so far: neighbours have different shades, also without colours
     for cell in range(_MAP_CELLS):
@@ -161,7 +161,7 @@ def _map(parts: Sequence[Part], file_bytes: int) -> Text:
 
 
 def as_json(content: Content) -> dict[str, Any]:
-    """The same; bytes."""
+    """The same for a program, in bytes."""
     return {
         "what": content.what,
         **content.facts,
@@ -196,7 +196,7 @@ def draw(content: Content, path: Path) -> None:
             width = part.stored_bytes / 2**20
             axes.barh(number, width, left=part.begin / 2**20, height=0.6, color=f"C{index % 10}", edgecolor="white",
                       linewidth=0.3)  # fmt: skip
-    names = ["/".join(file.absolute().parts[-2:]) for file, _, _ in content.files]  # those of a store are alike
+    names = ["/".join(file.absolute().parts[-2:]) for file, _, _ in content.files]  # file names repeat in a store
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("position in the file, MiB")

@@ -20,8 +20,8 @@ class Launch:
     """One process among those that train together.
 
     Attributes:
-        rank, count: among all.
-        local_rank, local_count: among those on this machine.
+        rank, count: this process's rank among all processes, and their number.
+        local_rank, local_count: likewise among the processes on this machine.
         attempt: how often torchrun has started the ranks again.
     """
 
@@ -33,15 +33,15 @@ class Launch:
 
     @property
     def nodes(self) -> int:
-        """Number of machines; torchrun starts as many ranks on each."""
+        """Number of machines; torchrun starts the same number of ranks on each."""
         return self.count // self.local_count
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Launch:
-        """As torchrun says it; without torchrun there is one rank.
+        """As the variables of torchrun say; without torchrun there is one rank.
 
         Raises:
-            ConfigError: the variables are no numbers, no place among ranks, or only some of them are set.
+            ConfigError: the variables are not numbers, no valid place among ranks, or only some of them are set.
         """
         if "WORLD_SIZE" not in environment or "RANK" not in environment:
             return cls()

@@ -2,7 +2,7 @@
 
 Scope: the file behind `--json`: its check, its torn end, its lines; the peak of resident memory.
 Not here: what a line says (`apps/train.py`).
-Owner: the training thread, but for `sync`; one writer per file.
+Owner: the training thread, except for `sync`; one writer per file.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class StepLog:
     """A file of lines that only grows.
 
-    A process killed while it wrote leaves half a line; that step was never committed, so the half is cut off and the
-    step writes its line again. Lines that find no room on a full disk are written when there is some.
+    A process killed while it wrote leaves half a line. Its step was never committed, so the half line is cut off, and
+    the repeated step writes its line again. Lines that do not fit on a full disk are written when there is room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class StepLog:
         self._unwritten = b""
 
     def open(self, *, resumed: bool) -> None:
-        """Creates the file if it is not there; only a resumed run goes on in one that holds something.
+        """Opens the file, or creates it; only a resumed run may go on in a file that is not empty.
 
         Raises:
             ConfigError: the file cannot be written, or holds the lines of another run; nothing was changed.
@@ -58,10 +58,10 @@ class StepLog:
             )
 
     def begin(self) -> None:
-        """Before the first line: half a line at the end is cut off.
+        """Call this before the first line: cuts off half a line at the end.
 
         Raises:
-            StorageError: it cannot be.
+            StorageError: the file cannot be cut.
         """
         try:
             os.ftruncate(self._opened(), self._whole_lines_bytes())
@@ -69,28 +69,28 @@ class StepLog:
             raise StorageError(f"cannot cut half a line off {self._path}: {error.strerror}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, which a kill leaves in place, and a power cut once it is synced.
+        """Writes one line, which survives a kill and, once synced, a power cut.
 
         Raises:
-            StorageError: it is not, or not wholly, written.
-            StorageFull: nor is it lost: the next call begins with it.
+            StorageError: the line is not, or not wholly, written.
+            StorageFull: likewise, for lack of room; the line is kept, and the next call writes it first.
         """
         self._unwritten += (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
         self.write_rest()
 
     def write_rest(self) -> None:
-        """Writes what has found no room. Raises: as `append`."""
+        """Writes the lines that found no room. Raises: as `append`."""
         with self._telling():
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._opened(), self._unwritten) :]
 
     def sync(self) -> None:
-        """When it returns, a power cut leaves all lines in place that were there when it was called.
+        """When it returns, all lines that were there when it was called survive a power cut.
 
-        In another thread than the one that appends: where a step writes its state, this waits as long as the disk does.
+        May run in another thread than `append`: while a step's state is written, the disk takes long to sync.
 
         Raises:
-            StorageError: they may not be.
+            StorageError: they may not survive.
         """
         with self._telling():
             os.fsync(self._opened())

@@ -1,6 +1,6 @@
 """What a person asks of `tierstore train`, checked once, before anything heavy is imported.
 
-Scope: the closed sets and the record of options, also from a file; which of them exclude each other.
+Scope: the enums and the record of options, also from a file; which options exclude each other.
 Not here: parsing of the command line (`cli/train.py`); budgets and optimizer settings (`tierstore.config`).
 Owner: the record is immutable; `apps/train.py` only reads it.
 """
@@ -48,7 +48,7 @@ class Precision(enum.Enum):
 
 
 class FreedMemory(enum.Enum):
-    """What becomes of the CPU memory that a step frees; "auto" keeps it if no update needs the disk, else little."""
+    """What becomes of the CPU memory that a step frees; "auto" keeps all if no update needs the disk, else a little."""
 
     AUTO = "auto"
     KEEP = "keep"
@@ -63,20 +63,20 @@ class TrainOptions:
         preset, config, checkpoint: where the model comes from; at most one. None of them means preset 25m.
         data: file or directory of training text; None is the source of Python's standard library.
         gpu_memory, cpu_memory: budgets of the two tiers, in bytes, for each rank; see `TierConfig`.
-        nvme: directories of the store; empty keeps everything in memory, and nothing after the end.
+        nvme: directories of the store; if empty, everything is in memory, and nothing is kept after the end.
         zero: ZeRO stage, where there are several ranks; one rank keeps everything.
         batch: samples per micro-batch, of all ranks together.
         sequence: bytes per sample; None is the model's context, at most 1024.
         steps: the step at which training ends; a resumed run counts the steps of its past.
         warmup: steps of linear warm-up; the rate is constant afterwards, so that a run can be prolonged.
         clip: bound of the global gradient norm; 0 switches clipping off.
-        prefetch_depth: groups fetched ahead; None computes it from what is measured meanwhile.
+        prefetch_depth: groups fetched ahead; None computes it from measured rates.
         chunk: upper bound in bytes of a unit of I/O and update; None leaves it to the planner.
         evaluate: samples of held-out text, measured before and after; 0 leaves the evaluation out.
         snapshot_every: steps per snapshot, each a store of its own; None makes none.
-        freed_memory: whether freed memory serves the next step, for some more of it (see `apps/heap.py`).
+        freed_memory: whether freed memory is kept for the next step, which raises the peak (see `apps/heap.py`).
         bandwidth: rates that `tierstore probe --json` measured; None measures while training.
-        threads: threads of torch and, apart from those, of the update; None leaves both to their defaults.
+        threads: threads of torch and, separately, of the update; None leaves both to their defaults.
 
     Raises:
         ConfigError: a value that cannot work, or options that exclude each other.
@@ -173,7 +173,7 @@ class TrainOptions:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether each step is committed, so that an update that was wrong can be done again."""
+        """Whether each step is committed, so that a wrong update can be redone."""
         return self.commits and self.commit_every == 1
 
 
@@ -181,10 +181,10 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Options by name from a JSON object: sizes as numbers or text, the others as on the command line.
 
     Args:
-        source: the file, for the message.
+        source: the file, for error messages.
 
     Raises:
-        ConfigError: no such option, or a value of another type.
+        ConfigError: an unknown option, or a value of the wrong type.
     """
     hints = get_type_hints(TrainOptions)
     found = {}
@@ -198,7 +198,7 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         try:
             if isinstance(value, bool) is not (hints[name] is bool):
                 raise ConfigError("must be true or false" if hints[name] is bool else "cannot be true or false")
-            if "" in (value if isinstance(value, list) else [value]):  # of a path it would be the current directory
+            if "" in (value if isinstance(value, list) else [value]):  # as a path it would mean the current directory
                 raise ConfigError("empty text is no value; leave the option out")
             if name in ("gpu_memory", "cpu_memory", "chunk") and value is not None:
                 value = parse_size(value)

@@ -1,7 +1,7 @@
-"""Where a command writes, checked before its work begins: it can, and spoils nothing.
+"""Checks, before a command's work begins, that it can write its files and that they overwrite nothing of value.
 
 Scope: paths of files and directories by the option that names them.
-Not here: what `train` writes (`apps/outputs.py`), the writing.
+Not here: what `train` writes (`apps/outputs.py`), the writing itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tierstore.store.names import holds_data
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
               "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
               "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
-"""What transformers and tokenizers read beside weights."""
+"""Files that transformers and tokenizers read beside weights."""
 _CHECKPOINTS = (".safetensors", ".index.json", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def check_outputs(taken: Iterable[Path | None] = (), **files: Path | None) -> None:
-    """Every file can be written, and the pictures drawn, so that no work is lost for want of a directory.
+    """Check that every file can be written and every picture drawn, so that no work is lost to a missing directory.
 
-    Nor is any written over: a checkpoint, what is in a store, what the command itself reads.
+    Refused are paths that would overwrite a checkpoint, lie in a store, or that the command itself reads or makes.
 
     Args:
-        taken: what the command reads, or makes besides.
-        files: by the name of the option; `plot` is a picture.
+        taken: paths that the command reads, or makes besides.
+        files: paths by the name of the option; `plot` is a picture.
 
     Raises:
         ConfigError: names the option and the path; nothing was written.
@@ -58,11 +58,11 @@ def check_outputs(taken: Iterable[Path | None] = (), **files: Path | None) -> No
         from tierstore.plots import check_name, new_figure
 
         check_name(plot)
-        new_figure(1, 1)  # matplotlib is there
+        new_figure(1, 1)  # raises without matplotlib
 
 
 def check_directory(name: str, path: Path) -> None:
-    """It is a directory, or can be made one.
+    """Check that the path is a directory, or that one can be made there.
 
     Raises:
         ConfigError: names the option and the path.
@@ -72,7 +72,7 @@ def check_directory(name: str, path: Path) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """A file of this path can be written.
+    """Check that a file can be written at this path.
 
     Raises:
         ConfigError: names the option and the path.
@@ -82,7 +82,7 @@ def check_writable(name: str, path: Path) -> None:
     if os.path.islink(os.path.realpath(path)):
         raise ConfigError(f"cannot write --{name} {path}: the link leads back to itself")
     parent = path.absolute().parent
-    # Not by methods of Path, which raise where one may not look.
+    # Not by methods of Path, which raise where access is denied.
     is_there = os.path.exists(path)
     is_writable = os.access(path, os.W_OK) if is_there else os.path.isdir(parent) and os.access(parent, os.W_OK)
     if not is_writable:
@@ -90,10 +90,10 @@ def check_writable(name: str, path: Path) -> None:
 
 
 def refuse_store(name: str, path: Path, directory: Path) -> None:
-    """A store holds nothing else.
+    """Refuse a path in a store, which may hold nothing else.
 
     Raises:
-        ConfigError: the directory is one; names the option and the path.
+        ConfigError: the directory is a store; names the option and the path.
     """
     if os.access(directory, os.R_OK) and directory.is_dir() and any(map(holds_data, os.listdir(directory))):
         raise ConfigError(f"--{name} {path} lies in a store, {directory}, which holds nothing else; name another place")

@@ -1,6 +1,6 @@
-"""Where a run reads and writes: checked before anything is built; and what an export holds besides the weights.
+"""Paths of a training run, checked before anything is built; and what an export holds besides the weights.
 
-Scope: the paths of --nvme, --trace and --export; whether a store holds a run; small files beside weights.
+Scope: the paths of --nvme, --json, --trace and --export; whether a store holds a run; small files beside weights.
 Not here: the lines of --json (`apps/metrics.py`), weights (`train/`), how a store is opened (`store/`).
 Owner: nothing is kept between calls.
 """
@@ -28,10 +28,10 @@ _UNFINISHED = ".companions-unfinished"
 
 
 def check_paths(options: TrainOptions, *, writes: bool) -> None:
-    """A path that cannot be used is found before the first step, not after the last.
+    """Check the paths, so that an unusable one is found before the first step, not after the last.
 
     Args:
-        writes: whether this rank is the one that writes what is no store.
+        writes: whether this rank is the one that writes the files outside the store.
 
     Raises:
         ConfigError: names the option and the path; nothing was changed.
@@ -62,7 +62,8 @@ def holds_a_run(store: Sequence[Path]) -> bool:
 def write_configuration(configuration: Any, directory: Path) -> None:
     """Writes the configuration beside exported weights.
 
-    A link of its name is replaced, as one of the weights' names is: what it leads to may be another model's, and stays.
+    A link named config.json is replaced, as are links with the weights' names; the file that the link leads to stays,
+    because it may belong to another model.
 
     Raises:
         StorageError: the system refused.
@@ -73,9 +74,9 @@ def write_configuration(configuration: Any, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory whose files come into this one when the block ends without an error, each whole or not at all.
+    """A temporary directory; its files move into `directory` at the end of a block without an error, each one whole.
 
-    Blocks: while another one does so there, or renames weights.
+    Blocks: while another writer does the same there, or renames weights.
     """
     made = directory / _UNFINISHED
     with turn(directory, Backend()):
@@ -89,7 +90,7 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 
 def little_room(directory: Path, nbytes: int) -> list[str]:
-    """What to say before a run whose weights, of so many bytes at most, may not find room there at its end."""
+    """A warning before the run if `directory` has less room than `nbytes`, the most that the exported weights take."""
     free_bytes = shutil.disk_usage(nearest(directory)).free
     if free_bytes >= nbytes:
         return []
@@ -100,7 +101,7 @@ def little_room(directory: Path, nbytes: int) -> list[str]:
 
 
 def copy_companions(source: Path, directory: Path) -> None:
-    """Copy what is read beside the weights, the configuration too; what is there already stays as it is.
+    """Copy the files that are read beside the weights, the configuration too; files that are there already stay.
 
     Raises:
         StorageError: the system refused.
@@ -108,5 +109,5 @@ def copy_companions(source: Path, directory: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file() and not (directory / name).exists():
             with storage_errors(f"copy to {directory}", source / name), _whole(directory) as made:
-                if not (directory / name).exists():  # what the one before has made
+                if not (directory / name).exists():  # another writer may have made it while this one waited
                     shutil.copyfile(source / name, made / name)

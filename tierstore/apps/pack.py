@@ -40,7 +40,7 @@ class PackSummary:
     """A finished pack.
 
     Attributes:
-        choices: by dtype, why its codec was taken; empty unless it was to be chosen.
+        choices: by dtype, why its codec was taken; empty unless codecs were to be chosen.
     """
 
     source: Source
@@ -64,8 +64,8 @@ def run_pack(
     Args:
         codec: AUTO measures what pays for each dtype.
         read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive, the smallest is best.
-        below: only what lies below this key, without it in the names.
-        timeout_s: for so long a call of the system may take; what was being written is removed when it returns.
+        below: pack only what lies below this key, and leave the key out of the names.
+        timeout_s: the longest that a call of the system may take; unfinished files are removed when the call returns.
 
     Raises:
         ConfigError, BudgetError, StorageError, FormatError: as `archive.packing.pack`.
@@ -102,7 +102,7 @@ def run_pack(
 def run_unpack(
     paths: Sequence[Path], options: UnpackOptions, console: Console, *, timeout_s: float = flow.TIMEOUT_S
 ) -> tuple[list[Path], float]:
-    """Unpack an archive; the files written, and the seconds that it took.
+    """Unpack an archive. Returns the files written, and the seconds that it took.
 
     Args:
         timeout_s: as for `run_pack`.
@@ -121,7 +121,7 @@ def run_unpack(
 
 
 def show_pack(summary: PackSummary, console: Console) -> None:
-    """Bytes, codec and ratio of each dtype, the reasons, and the files, whose names are never broken."""
+    """Bytes, codec and ratio of each dtype, the reasons, and the files, whose names are never wrapped."""
     groups = summary.packed.groups
     content_bytes = sum(group.content_bytes for group in groups)
     rate = content_bytes / summary.seconds if summary.seconds else 0.0

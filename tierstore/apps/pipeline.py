@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WARM_UP_STEPS = 3
-_SAME = 0.01  # part of a time that is no difference
+_SAME = 0.01  # times that differ by a smaller part count as the same
 _DEEPEST = 64
-_SHOWN_VISITS = 10  # of the text timeline; the plot shows the whole step
+_SHOWN_VISITS = 10  # in the text timeline; the plot shows the whole step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,11 @@ class PipelineOptions:
 
     Attributes:
         layers: in the order of forward, with forward's time.
-        backward: its time in multiples of forward's; 0 leaves it out.
-        memory: for layers on the device; None is depth + 1 of the largest.
-        disks: rates; layers are striped over all, each disk with the share that its rate deserves.
-        other_bytes: what a visit of a layer leaves behind for the disks.
-        steps: that means are taken over, with jitter.
+        backward: time of backward in multiples of forward's; 0 leaves it out.
+        memory: for layers on the device; None is depth + 1 times the largest layer.
+        disks: rates; layers are striped over all disks in proportion to their rates.
+        other_bytes: other traffic of the disks per visit of a layer.
+        steps: number of steps over which means are taken, with jitter.
     """
 
     layers: tuple[Layer, ...]
@@ -93,7 +93,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True, slots=True)
 class DepthRow:
-    """Means over the steps of one depth; `shown` is a step of it, with what the step before has left on the links."""
+    """Means over the steps of one depth; `shown` is one of them, with what the step before it has left on the links."""
 
     depth: int
     seconds: float
@@ -106,10 +106,10 @@ class DepthRow:
 
 
 def run(options: PipelineOptions) -> tuple[DepthRow, ...]:
-    """A row per depth, once the files that are asked for can be written (`save`).
+    """A row per depth, after a check that the files that are asked for can be written (by `save`).
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: one cannot be written.
     """
     check_outputs(json=options.json, plot=options.plot)
     return tuple(_row(options, depth) for depth in options.depths)
@@ -223,7 +223,7 @@ def _worth_of_buffers(options: PipelineOptions, rows: Sequence[DepthRow]) -> str
 
 
 def _lanes(options: PipelineOptions, shown: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Names of the lanes from the top, and what is busy in each; the disks of a stripe work side by side."""
+    """Names of the lanes from the top, each with its busy spans; all disks of a stripe have the same spans."""
     computing = [span for span in shown if span.track is Track.COMPUTE]
     links = [[s for s in shown if s.track is Track.LINK and s.link == index] for index in range(2)]
     count = len(options.disks)
@@ -232,7 +232,7 @@ def _lanes(options: PipelineOptions, shown: Sequence[Span]) -> list[tuple[str, l
 
 
 def as_text(options: PipelineOptions, rows: Sequence[DepthRow], width: int) -> str:
-    """The first visits of each depth as lines of characters: a digit is a layer's last, `+` other traffic."""
+    """The first visits of each depth as lines: a digit is the last one of a layer's number, `+` is other traffic."""
     visits = options.order[:_SHOWN_VISITS]
     window_s = max(max(visit.compute_s for visit in visits), rows[-1].seconds / len(options.order)) * len(visits)
     columns = max(20, min(width, 120) - 18)

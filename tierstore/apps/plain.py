@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 
 def show_plain(console: Console, sentence: str) -> None:
-    """A sentence as it is, also where it is longer than a line, or looks like markup."""
+    """Print a sentence as it is, even if it is longer than a line or looks like markup."""
     console.print(sentence, soft_wrap=True, markup=False, highlight=False)

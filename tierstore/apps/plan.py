@@ -2,7 +2,7 @@
 
 Scope: from what a person asks of `tierstore plan` to a situation, its strategies, and what would help.
 Not here: the arithmetic (`plan/`), tables and sentences (`apps/plan_report.py`), the picture (`apps/plan_picture.py`).
-No torch: a plan is there at once.
+Torch is not imported, so that a plan is there at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MOST = dict.fromkeys(("gpus", "nodes", "disks", "links"), 10**6) | dict.fromkey
 )
 _FLOPS = 1e6, 1e20
 _FP32_SPEED = 0.5
-"""Of products of 16 bits: TF32, by the white papers of Ampere, Hopper and Ada. Without it GPUs of data centers take 15
-times as long."""
+"""As a part of the speed with 16 bits: that of TF32, by the white papers of Ampere, Hopper and Ada. Without TF32, fp32
+products take 15 times as long as those of 16 bits on GPUs of data centers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +45,12 @@ class PlanOptions:
 
     Attributes:
         params, config, preset: where the model comes from; exactly one.
-        gpu_memory: of each GPU; None is as the machine has it, or a part of `cpu_memory` where `bandwidth` was measured
-            on one that computes on the CPU.
-        gpus: of each node; without `nodes`, of as many nodes as that takes. None is as the machine has them, or one
-            where `bandwidth` was measured and no machine is named.
-        machine: a node by name; the options below it replace its figures. None is a dgx-h100, whose GPUs then compute
-            as fast as `bandwidth` measured.
+        gpu_memory: of each GPU; None is that of the machine, or a part of `cpu_memory` if `bandwidth` was measured on a
+            machine that computes on the CPU.
+        gpus: of each node; without `nodes`, of all nodes together, as many as that takes. None is the machine's number,
+            or one if `bandwidth` is given and no machine is named.
+        machine: a node by name; the options below it replace its figures. None is a dgx-h100; if `bandwidth` is given,
+            its GPUs compute as fast as measured.
         batch: samples of a micro-batch, of all GPUs together; None is one for each data-parallel rank.
     """
 
@@ -90,9 +90,9 @@ class Plan:
 
     Attributes:
         options: every strategy, the engine's own split last.
-        simplest, fastest: of those that fit; None if none does.
+        simplest, fastest: of the strategies that fit; None if none does.
         changes: what would help, the cheapest first.
-        notes: on figures that are not what they may be taken for.
+        notes: which figures are assumed, or easily misread.
     """
 
     situation: Situation
@@ -108,7 +108,7 @@ def plan(asked: PlanOptions) -> Plan:
 
     Raises:
         ConfigError: options that exclude each other, or cannot work.
-        FormatError: a bandwidth file that is none.
+        FormatError: the bandwidth file is not one.
     """
     situation = situation_of(asked)
     options = options_of(situation)
@@ -167,7 +167,7 @@ def _commit_note(situation: Situation, options: Sequence[Option]) -> tuple[str, 
 
 
 def situation_of(asked: PlanOptions) -> Situation:
-    """The model, the machines and how they share it, as the options say."""
+    """The model, the machines and how they share the model, as the options say."""
     shape = model_of(asked)
     node, nodes = _node(asked)
     layout = Layout(nodes, node.gpus, asked.tensor_parallel, asked.pipeline_parallel, asked.zero)
@@ -182,7 +182,7 @@ def situation_of(asked: PlanOptions) -> Situation:
     job = Job(shape, asked.dtype.value, batch, sequence, asked.accumulate, asked.checkpointing, asked.attention)
     is_one_memory = node.computes_on_cpu and asked.gpu_memory is None
     if is_one_memory:
-        node = replace(node, gpu_bytes=1.0)  # it is a part of the other
+        node = replace(node, gpu_bytes=1.0)  # GPU memory is a part of CPU memory
     return Situation(job, layout, node, asked.update, asked.commit_every, is_one_memory)
 
 
@@ -212,7 +212,7 @@ def _count(text: str) -> float:
 
 
 def _node(asked: PlanOptions) -> tuple[Node, int]:
-    """The node and how many of it."""
+    """The node, and how many there are."""
     node = node_called(asked.machine or _DEFAULT_MACHINE)
     _check_figures(asked)
     gpus, nodes = asked.gpus or (1 if _is_measured(asked) else node.gpus), asked.nodes or 1
@@ -250,9 +250,9 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
 
 
 def _as_measured(node: Node, rates: BandwidthTable) -> Node:
-    """With what the machine that was measured has, as far as that is known.
+    """The node with the figures of the machine that was measured, as far as they are known.
 
-    How long its disks live is not, and what joins GPUs and nodes.
+    Not known are the endurance of its disks, and the links between GPUs and between nodes.
     """
     if (sizes := rates.sizes) is not None:
         node = replace(node, cpu_bytes=sizes.cpu_bytes, nvme_bytes=sizes.nvme_bytes,
@@ -262,7 +262,7 @@ def _as_measured(node: Node, rates: BandwidthTable) -> Node:
 
 
 def _is_measured(asked: PlanOptions) -> bool:
-    """Whether the machine is the one whose rates were measured, of which nobody said what else it has."""
+    """Whether the machine is the one whose rates were measured: `bandwidth` is given, and no machine is named."""
     return asked.bandwidth is not None and asked.machine is None
 
 
@@ -278,12 +278,12 @@ def _check_figures(asked: PlanOptions) -> None:
         if value is not None and value <= 0:
             raise ConfigError(f"{as_option(name)} must be above 0, not {value}")
     least, highest = _FLOPS
-    if asked.flops is not None and not least <= asked.flops <= highest:  # which is false of nan
+    if asked.flops is not None and not least <= asked.flops <= highest:  # false for nan
         raise ConfigError(f"--flops must be from {least:g} to {highest:g}, not {asked.flops:g}; an H100 reaches 5e14")
 
 
 def _flop_per_s(asked: PlanOptions, node: Node, rates: BandwidthTable) -> float:
-    """As the table has it, or the data sheet of a machine by name: of 16 bits, but for a CPU that was measured."""
+    """From the table, or the data sheet of the machine; both are for 16 bits, except for a CPU that was measured."""
     measured = rates.matmul_flop_per_s if asked.machine is None else None
     is_slower = asked.dtype is Precision.FP32 and not rates.layers
     return (measured or node.flop_per_s) * (_FP32_SPEED if is_slower else 1.0)
@@ -294,7 +294,7 @@ def _or(given: float | None, otherwise: float) -> float:
 
 
 def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
-    """Measured rates in place of the data sheet's, and single ones in place of either."""
+    """Measured rates in place of the data sheet's, and rates that are options in place of either."""
     if asked.bandwidth is not None:
         rates = read_table(asked.bandwidth)
         if _is_measured(asked) and rates.layers and asked.flops is not None and asked.gpu_memory is None:
@@ -315,7 +315,10 @@ def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
 
 
 def _without_computing(rates: BandwidthTable) -> BandwidthTable:
-    """Of a machine that computes as it is said to: not as the cores that were measured, nor slowed as they were."""
+    """The rates without those of computing, because options say how fast the machine computes.
+
+    Left out are timed layers, and slowdowns of and by matrix products.
+    """
     if not rates.layers:
         return rates
     kept = (one for one in rates.slowdowns if Activity.MATMUL not in (one.activity, one.beside))

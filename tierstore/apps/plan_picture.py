@@ -1,6 +1,6 @@
 """A plan as a picture: bytes of each tier by strategy, seconds of a step by phase.
 
-Scope: one figure. Not here: the figures in it (`apps/plan.py`).
+Scope: one picture. Not here: the figures in it (`apps/plan.py`).
 Owner: nothing is kept between calls.
 """
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = {Kind.WEIGHTS: "tab:blue", Kind.GRADIENTS: "tab:orange", Kind.STATE: "tab:green"}
-_OTHER = "0.75"  # what is taken beside those
+_OTHER = "0.75"  # everything else that is taken
 _PHASES = ("tab:purple", "tab:olive", "tab:cyan", "tab:pink", "tab:brown")
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
-_NEAR = 5  # times the largest bar: so far off a limit is still drawn
+_NEAR = 5  # times the largest bar: a limit further off is not drawn
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -53,7 +53,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float, *, has_limit: bool) -> None:
-    """One panel; of two tiers that are one memory none has a limit of its own."""
+    """One panel; two tiers that are in one memory have no limits of their own."""
     most = max(option.taken.get(tier, 0.0) for option in options)
     is_far = not has_limit or 0 < _NEAR * most < limit
     largest = most if is_far else max(limit, most)
@@ -75,7 +75,7 @@ def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float
 
 
 def _draw_seconds(axes: Axes, options: tuple[Option, ...]) -> None:
-    # Not all have the same: where cores are shared, "auto" is another schedule for state in memory.
+    # Phases differ between strategies: where cores are shared, "auto" is another schedule for state in memory.
     names = dict.fromkeys(phase.name for option in options for phase in option.phases)
     rows = range(len(options))
     left = [0.0] * len(options)

@@ -1,6 +1,6 @@
 """A plan for a person, as tables and sentences, and for a program, as JSON.
 
-Scope: words and figures of `tierstore plan`. Not here: how they came about (`apps/plan.py`).
+Scope: words and figures of `tierstore plan`. Not here: how they are computed (`apps/plan.py`).
 Owner: nothing is kept between calls.
 """
 
@@ -38,7 +38,7 @@ class Move:
 
 
 def moves(situation: Situation) -> tuple[Move, ...]:
-    """What moving each component once takes, without anything that hides it."""
+    """What moving each component once takes, with nothing to hide it behind."""
     node, nodes, job = situation.node, situation.layout.nodes, situation.job
     sizes, rates = components(job), node.rates
     state = sizes["fp32 master"] + sizes["momentum"] + sizes["variance"]
@@ -171,9 +171,9 @@ def sentences(plan: Plan) -> Iterator[str]:
 
 
 def _tokens_that_hide(situation: Situation) -> float:
-    """Of a micro-batch, behind whose computing its weights stream; of timed layers in proportion to what there is."""
+    """Tokens of a micro-batch whose computing hides the streaming of weights; with timed layers, scaled from these."""
     job, layout, node = situation.job, situation.layout, situation.node
-    # Ranks that share nothing out stream the same weights side by side.
+    # Ranks that do not shard anything each stream the same weights, side by side.
     copies, link = layout.data / layout.shares(1), node.links * node.rates.h2d_bytes_per_s
     links = link * layout.nodes
     if is_timed(node.rates.layers, job.dtype):

@@ -23,7 +23,7 @@ from tierstore.garbage import loading
 
 _TORCH_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
-# What the architectures call the same knob. Absent names are left alone.
+# The names of the same setting in different architectures. Absent names are left alone.
 _DROPOUT_NAMES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout",
                   "dropout_rate", "activation_dropout", "residual_dropout", "embedding_dropout")  # fmt: skip
 
@@ -57,7 +57,7 @@ def file_configuration(path: Path) -> Any:
     plain = {key: value for key, value in values.items() if key != "auto_map"}
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(plain)
-    except Exception as error:  # the classes validate with exceptions of their own, of no common base
+    except Exception as error:  # the classes validate with their own exceptions, which have no common base
         raise ConfigError(f"transformers refuses the configuration {path}: {first_line(error)}") from None
 
 
@@ -82,7 +82,7 @@ def build(configuration: Any, precision: Precision) -> nn.Module:
         model = transformers.AutoModelForCausalLM.from_config(
             configuration, dtype=_TORCH_DTYPES[precision], trust_remote_code=False
         )
-    except Exception as error:  # the classes validate with exceptions of their own, of no common base
+    except Exception as error:  # the classes validate with their own exceptions, which have no common base
         name = type(configuration).__name__
         raise ConfigError(f"no causal language model can be built from this {name}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):

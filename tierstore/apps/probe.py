@@ -2,7 +2,7 @@
 
 Scope: the options of `tierstore probe`, one run of it, its files.
 Not here: how something is measured (`measure/`), what a person sees of it (`apps/probe_report.py`).
-Owner: the thread that calls; memory, device and files are given back at the end.
+Owner: the thread that calls; memory, device and files are released at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # torch and numpy come with them
 
 _LEAST_FOR_FIO_BYTES = 2**28  # a block for each of its threads
 _DISK_SHARE = 0.6  # of the progress bar
-_QUICK_RUN_S, _RUN_S = 0.04, 0.3  # of each load that is no disk
+_QUICK_RUN_S, _RUN_S = 0.04, 0.3  # of each load other than a disk's
 _QUICK_LAYER_S, _LAYER_S = 0.5, 1.0  # of the longest layer
 
 
@@ -46,8 +46,8 @@ class ProbeOptions:
 
     Attributes:
         size: bytes of the file in each directory; None is 2 GiB, 512 MiB when quick.
-        seconds: of each directory, about; None is 60, and 5 when quick.
-        against: "fio", or nothing to compare with.
+        seconds: for each directory, about; None is 60, and 5 when quick.
+        against: "fio"; None compares with nothing.
     """
 
     nvme: tuple[Path, ...]
@@ -87,11 +87,11 @@ class Outcome:
 
 
 def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Launch) -> Outcome | None:
-    """Measures, once the files that are asked for can be written (`save`); of several ranks the first does.
+    """Measures, after a check that the files that are asked for can be written (by `save`); only rank 0 does.
 
     Args:
-        tell: called before each run, with what is done and the share of all that is over.
-        launch: the ranks between which a collective is timed.
+        tell: called before each run, with what begins and the share of all that is done so far.
+        launch: the ranks, between which a collective is timed if there are several.
 
     Returns:
         None at a rank that is not the first.
@@ -112,7 +112,7 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
 
 
 def measure(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
-    """All but a collective; see `probe`."""
+    """Everything except a collective; see `probe`."""
     from tierstore.device.streams import open_device
     from tierstore.io.backend import Backend
     from tierstore.measure.disk import check_room, disk_files, incompressible
@@ -139,7 +139,7 @@ def measure(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcom
         incompressible(memory)
         with disk_files(options.nvme, effort.size_bytes, memory, Backend()) as files:
             disks = runtime.call(survey, files, effort, tell_of_disks, fio)
-            # While the files are open: what computes and copies also runs beside the disks.
+            # While the files are open, because computing and copies are also measured beside the disks.
             machine = runtime.call(measure_machine, device, memory, run_s, rounds, tell_of_machine, disks.loads)
     layers = _time_layers(options, rounds, tell) if device.kind == "cpu" else ()
     sizes = _sizes(options.nvme, device)
@@ -147,7 +147,7 @@ def measure(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcom
 
 
 def _sizes(directories: Sequence[Path], device: ComputeDevice) -> Sizes:
-    """Of this machine; of several directories on one file system it counts what is free there once."""
+    """Of this machine; the free space of a file system counts once, however many directories are on it."""
     free_bytes = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in directories}
     gpu_bytes = None
     if device.kind == "cuda":
@@ -183,7 +183,7 @@ def _time_collectives(options: ProbeOptions, launch: Launch) -> CostModel | None
 
 
 def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float], None]) -> tuple[TimedLayer, ...]:
-    """By this thread, as a training loop computes, and in memory that earlier steps have left."""
+    """Times layers in this thread, as a training loop computes, and in memory that earlier steps have left."""
     from tierstore.measure.layers import DTYPES, time_layers
 
     longest_s = _QUICK_LAYER_S if options.quick else _LAYER_S
@@ -209,7 +209,7 @@ def _table(disks: Disks, machine: MachineRates) -> BandwidthTable:
     for way in ("h2d", "d2h"):
         if f"{way} pageable" in machine.rates:
             rates[f"{way}_pageable_bytes_per_s"] = machine.rates[f"{way} pageable"]
-    # Half of the bytes that both ways move are those of one.
+    # Of the bytes that both ways move together, each way moves half.
     ways = (Slowdown(Activity.READ, Activity.WRITE, max(1.0, 2 * disks.read.per_s / disks.both.per_s)),
             Slowdown(Activity.WRITE, Activity.READ, max(1.0, 2 * disks.write.per_s / disks.both.per_s)))  # fmt: skip
     return BandwidthTable(

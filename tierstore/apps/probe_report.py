@@ -1,4 +1,4 @@
-"""What a person sees of a probe: tables, what bounds, a picture.
+"""What a person sees of a probe: tables, what limits the machine, a picture.
 
 Scope: rich tables, sentences, the plot. Not here: the figures (`apps/probe.py`).
 Owner: the thread that calls.
@@ -44,7 +44,7 @@ def show(console: Console, outcome: Outcome) -> None:
 
 
 def sentences(table: BandwidthTable) -> list[str]:
-    """What bounds, in words."""
+    """What limits the machine, in words."""
     said = []
     faster = max(table.read_bytes_per_s, table.write_bytes_per_s)
     ratio = table.shared_bytes_per_s / faster
@@ -162,7 +162,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     for row, one in zip(panels, directories):
         for axes, verb in zip(row, ("read", "write")):
             _draw_verb(axes, one, verb)
-        row[0].set_ylim(bottom=0)  # of both, and only now: it ends the scaling to what is drawn
+        row[0].set_ylim(bottom=0)  # of both panels, and only now, because it ends the automatic scaling
     save_figure(figure, path)
 
 

@@ -1,7 +1,7 @@
-"""A bar, or a spinner, for work that takes long: how far it is, and what it is at.
+"""A bar, or a spinner, for work that takes long: how far it is, and what it is doing.
 
 Scope: one line on a terminal, nothing elsewhere. Not here: what is worked on.
-Owner: they belong to their `with` block.
+Owner: each belongs to its `with` block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.text import Text
 
 @contextlib.contextmanager
 def spinner(console: Console, what: str) -> Iterator[Callable[[str], None]]:
-    """What goes on, as long as it does; call what it gives when that is something else."""
+    """Shows `what` while the block runs; call the function that it gives to show something else."""
     if not console.is_terminal:
         yield lambda what: None
         return
@@ -35,7 +35,7 @@ def spinner(console: Console, what: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def byte_bar(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar; call what it gives with each number of bytes done, from any thread. It goes when the work has ended."""
+    """A bar; call the function that it gives with each number of bytes done, from any thread."""
     columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -45,7 +45,7 @@ def byte_bar(console: Console, what: str, total_bytes: int) -> Iterator[Callable
 
 @contextlib.contextmanager
 def share_bar(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A bar; call what it gives with what is done now, and the share of all that is over. It goes at the end."""
+    """A bar; call the function that it gives with what goes on now, and the share of all that is done so far."""
     if not console.is_terminal:
         yield lambda what, done: None
         return

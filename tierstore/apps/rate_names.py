@@ -1,6 +1,6 @@
 """What a person calls the rates of a machine, and which of them varied while they were measured.
 
-Scope: names, one sentence. Not here: tables (`apps/probe_report.py`), what is made of rates (`plan/`).
+Scope: names, one sentence. Not here: tables (`apps/probe_report.py`), the use of rates (`plan/`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = (
     ("norm_elements_per_s", "norms of gradients", "Gparam/s"),
     ("matmul_flop_per_s", "matrix products", "Gflop/s"),
 )
-_WIDE = 0.15  # of the median: quartiles that far apart are said
+_WIDE = 0.15  # of the median: quartiles further apart are reported
 
 
 def uncertain(table: BandwidthTable) -> list[str]:
@@ -36,5 +36,5 @@ def uncertain(table: BandwidthTable) -> list[str]:
 
 
 def spreads_of(table: BandwidthTable) -> dict[str, Rate]:
-    """By name; that of a sync which takes no time that counts is no rate."""
+    """The measured spreads by name; without that of syncs, if a sync takes no time worth counting."""
     return {entry.name: entry.rate for entry in table.spreads if entry.name != _SYNC or table.caches_writes}

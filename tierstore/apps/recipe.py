@@ -1,4 +1,4 @@
-"""What a run learns with: --lr, --weight-decay and --warmup, which a store keeps as it was made with them.
+"""How a run learns: --lr, --weight-decay and --warmup; a store keeps the values that it was made with.
 
 Scope: parameter groups, the learning-rate schedule, the comparison with a resumed run.
 Not here: how a step is done (`train/`).
@@ -21,8 +21,8 @@ _NAMES = ("lr", "weight_decay", "warmup")
 class Recipe:
     """The values in force: those of the options, or those of the store that is resumed.
 
-    Moments and schedule have grown with the stored values, and the engine restores its parameter groups; so other
-    values in the options are not used, and `notes` say so.
+    Moments and schedule come from the stored values, and the engine restores its parameter groups; so different values
+    in the options are not used, and `notes` says so.
     """
 
     def __init__(self, options: TrainOptions) -> None:

@@ -34,8 +34,8 @@ class Totals:
     Attributes:
         seconds: by phase. `bytes`: by link. `peak_bytes`: by tier.
         held_out_before, held_out_after: mean loss on the held-out text, nats per byte.
-        diverged_at: the first step whose loss was infinite or no number.
-        wall_s: of the loop, evaluation not included.
+        diverged_at: the first step whose loss was infinite or NaN.
+        wall_s: seconds of the loop, evaluation not included.
     """
 
     first_step: int = 0
@@ -113,7 +113,7 @@ class Reporter:
         self.console.print(table)
 
     def codecs(self, decided: Mapping[str, Mapping[str, str]]) -> None:
-        """How each kind is stored, and why so: a line each."""
+        """How each kind is stored, and why: a line each."""
         for kind, choice in decided.items():
             self.say(f"codec of {kind}: {choice['codec']}; {choice['why']}")
 

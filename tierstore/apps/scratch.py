@@ -1,10 +1,11 @@
-"""Directories of a run's own among a person's files: gone when it ends, or, if it was killed, when the next one begins.
+"""Scratch directories among a person's files: removed when the run ends or, if it was killed, when the next one begins.
 
 Scope: making, locking and removing them. Not here: what runs keep there.
 
-[Note: whose it is] The lock of a file in it ends with the process that has it, however that ends. A directory gets its
-name when that is locked already, so that nobody finds it between. Where files cannot be locked nothing is taken for
-left. (The directory itself is locked by what is published in it.)
+[Note: whose it is] Each directory holds a lock file, locked by its run; the lock ends with the process, however that
+ends. A directory gets its final name only after its file is locked, so that no other run finds it unlocked. Where files
+cannot be locked, no directory counts as left behind. (The directory itself is not locked, because publishing files in
+it does that.)
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _LOCK = ".lock"
 
 @contextlib.contextmanager
 def scratch(where: Path, prefix: str) -> Iterator[Path]:
-    """A directory there for this run, removed at the end with all that it holds; its lock is not to be touched."""
+    """A directory in `where` for this run, removed at the end with all that it holds; leave its lock file alone."""
     path = where / f"{prefix}{secrets.token_hex(8)}"
     unnamed = where / f"{path.name}.new"
     with contextlib.ExitStack() as stack:
-        for one in (path, unnamed):  # before they are made: a signal may come between
+        for one in (path, unnamed):  # before they are made, because a signal may come in between
             stack.callback(_remove, one)
         unnamed.mkdir(mode=0o700)
         stack.enter_context(_locked(unnamed, os.O_CREAT))
@@ -37,7 +38,7 @@ def scratch(where: Path, prefix: str) -> Iterator[Path]:
 
 
 def clear_scratch(where: Path, prefix: str) -> list[Path]:
-    """Removes what runs have left there that were killed, and says which directories those were."""
+    """Removes the directories that killed runs have left in `where`; returns their paths."""
     ours = re.compile(rf"{re.escape(prefix)}[0-9a-f]{{16}}")
     gone = []
     for path in sorted(where.iterdir()):
@@ -48,7 +49,7 @@ def clear_scratch(where: Path, prefix: str) -> list[Path]:
 
 
 def _remove(directory: Path) -> None:
-    """As far as it goes, the lock last: what is broken off is found by the next run."""
+    """Remove as much as possible, the lock file last: the next run finds what an interrupted removal leaves."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -62,13 +63,13 @@ def _is_left(path: Path) -> bool:
     try:
         with _locked(path) as has_lock:
             return has_lock
-    except OSError:  # it has gone meanwhile, or is another user's, or nothing of ours
+    except OSError:  # it has gone meanwhile, is another user's, or is not one of ours
         return False
 
 
 @contextlib.contextmanager
 def _locked(path: Path, flags: int = 0) -> Iterator[bool]:
-    """While it is so; or False. See [Note: whose it is]."""
+    """Hold the directory's lock in the block, which gets whether it could be taken. See [Note: whose it is]."""
     descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     try:
         has_lock = False

@@ -1,12 +1,12 @@
-"""Ctrl-C as a wish: the step in flight ends and is committed before the program does.
+"""Ctrl-C as a request to stop: the step in flight ends and is committed before the program ends.
 
 Scope: the handlers of SIGINT, SIGTERM and SIGHUP while a command runs.
 Not here: what stopping means (`apps/train.py`).
-Owner: the main thread, for the duration of a `with` block; elsewhere nothing is installed.
+Owner: the main thread, for the duration of a `with` block; in other threads nothing is installed.
 
-[Note: leaving at once] An exception raised by a handler comes up wherever the main thread is: in the middle of an
+[Note: leaving at once] An exception raised by a handler surfaces wherever the main thread is: in the middle of an
 import, or in a weakref callback, where it is printed and lost. A store survives a kill at any moment, so a handler that
-stops at once says its sentence and ends the process.
+stops at once prints its sentence and ends the process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class StopRequest:
     """Keeps the first signal for a loop to see; a second one, or one outside the loop, acts at once.
 
     Args:
-        leave: ends the process with this exit code; a seam for tests. See [Note: leaving at once].
-        rank, ranks: of several ranks each gets the signal, and the first one speaks, when all agree (`announce`).
+        leave: called with the exit code, ends the process; tests replace it. See [Note: leaving at once].
+        rank, ranks: with several ranks each gets the signal; only rank 0 speaks, once all agree (`announce`).
 
     Attributes:
-        signal_number: the signal that the loop shall see, or None.
+        signal_number: the signal that the loop should react to, or None.
     """
 
     def __init__(self, leave: Callable[[int], object] = os._exit, *, rank: int = 0, ranks: int = 1) -> None:
@@ -62,27 +62,27 @@ class StopRequest:
 
     @contextlib.contextmanager
     def wished(self, kept: str) -> Iterator[None]:
-        """In here a first signal is a wish; `kept` says what remains when the process ends at once, here or later."""
+        """Inside the block a first signal is a request; `kept` is what remains if the process ends at once or later."""
         self.expect("this step", kept)
         self._can_wait = True
         try:
             yield
         except BaseException:
-            # The launcher stops the ranks that are left when one ends: they are on their way, with something to say.
+            # When one rank ends, the launcher stops the others by a signal; they are ending anyway, and must say why.
             self._can_wait = not self._is_alone
             raise
         self._can_wait = False
 
     def expect(self, until: str, kept: str) -> None:
-        """From here on `until` is done before a wish is heard, and `kept` remains when the process ends at once."""
+        """From here on a request takes effect after `until`, and `kept` remains if the process ends at once."""
         self._until, self._last_words = until, f"interrupted at once; {kept}"
 
     def announce(self) -> None:
-        """Say, once, that a wish was heard."""
+        """Say, once, that the request was received."""
         words = _line(f"stopping after {self._until}; Ctrl-C again stops at once")
         with contextlib.suppress(OSError):
             if self._speaks and not self._is_announced:
-                self._is_announced = True  # from here on to the call no handler runs
+                self._is_announced = True  # no handler runs between this and the call
                 os.write(2, words)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -96,7 +96,7 @@ class StopRequest:
                 self.announce()
             return
         if self.signal_number is not None and self._is_alone:
-            self.announce()  # this one may have come upon the first before that had spoken
+            self.announce()  # this signal may have interrupted the first one's handler
         if self._speaks:
             with contextlib.suppress(OSError):
                 if os.isatty(1):
@@ -106,19 +106,19 @@ class StopRequest:
 
 
 class Terminal:
-    """What a process says to its terminal, until that is gone: from then on writing there would be an error."""
+    """The output streams of this process that are terminals; once the terminal is gone, writing there is an error."""
 
     def __init__(self) -> None:
         self._descriptors = [number for number in (1, 2) if os.isatty(number)]
 
     def let_go(self) -> None:
-        """It has gone: nothing more is said there."""
+        """Call this when the terminal is gone: from then on output to it goes nowhere."""
         with contextlib.suppress(OSError):
             let_go(*self._descriptors)
 
 
 def let_go(*descriptors: int) -> None:
-    """What is written there from now on goes nowhere."""
+    """From now on output to these descriptors goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in descriptors:
         os.dup2(nowhere, number)
@@ -126,9 +126,9 @@ def let_go(*descriptors: int) -> None:
 
 
 def say_at_once(sentence: str) -> None:
-    """A sentence on the error stream, from a handler of a signal.
+    """Print a sentence on the error stream, from a signal handler.
 
-    Not by print or rich: the main thread may be in the middle of either, and neither can be entered twice.
+    Not with print or rich: the main thread may be in the middle of either, and neither can be entered twice.
     """
     with contextlib.suppress(OSError):
         os.write(2, _line(sentence))

@@ -2,11 +2,11 @@
 
 Scope: the loop: resume, evaluate, step, report, stop.
 Not here: options (`apps/options.py`), model and data (`apps/assembly.py`), how a step is done (`train/`).
-Owner: the thread that calls `train`. Signals are heard by whoever calls it (`cli/train.py`).
+Owner: the thread that calls `train`. Its caller handles signals (`cli/train.py`).
 
-[Note: ranks] With several ranks every call of the engine is made by all, in the same order, so what decides about one
-(a wish to stop, an option, a step count) is the same everywhere: it is given to all, or told by an exchange. Losses are
-means over all ranks, which together see the samples that one rank would see.
+[Note: ranks] With several ranks all of them make every call of the engine, in the same order. So whatever decides about
+a call (a request to stop, an option, a step count) must be the same on all ranks: all are given it, or an exchange
+tells it to all. Losses are means over all ranks, which together see the samples that one rank would see.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _OF_A_RANK = ("nvme", "config", "checkpoint", "data", "device", "threads", "export", "json", "trace")
 """Options that may differ between ranks: places and devices."""
 _TRIES_FOR_S, _TRIES_EVERY_S = 3600.0, 5.0
-"""How long an export that nothing can replace waits for room."""
+"""How long, and how often, an export is tried again if nothing else keeps the weights."""
 
 
 @dataclass(slots=True)
@@ -70,9 +70,9 @@ def train(
     """Trains until `options.steps`, or until a signal asks for the end of the step in flight.
 
     Args:
-        make_engine: takes the arguments of `Engine`, and gives something with its face.
-        stop: hears the signals; None: nobody does.
-        crew: the ranks that train together, each of which calls this; None: this one alone.
+        make_engine: takes the arguments of `Engine`, and returns an object with its interface.
+        stop: receives the signals; None: nothing does.
+        crew: the ranks that train together, each of which calls this function; None: this process alone.
 
     Raises:
         TierstoreError: bad options, budgets, stores, disks; every committed step stays in the store.
@@ -88,12 +88,12 @@ def train(
         prepare_heap()
         take_short_turns(options.device)
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", UnusedOptionWarning)  # the recipe tells it, by the names of the options
+        warnings.simplefilter("ignore", UnusedOptionWarning)  # the recipe says so, by the names of the options
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         return assemble(options, crew)
 
-    is_told = crew.leads and options.resume is not Resume.PREVIOUS  # which says itself that it is damaged
+    is_told = crew.leads and options.resume is not Resume.PREVIOUS  # whose own error says what to do
     with advised(options.nvme if is_told else (), reporter.console), contextlib.ExitStack() as stack:
         names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
         crew.check_same("options", {name: getattr(options, name) for name in names})
@@ -183,12 +183,12 @@ class _Run:
         return sum(parameter.numel() for parameter in self._parts.model.parameters())
 
     def run(self) -> Outcome:
-        """All steps up to the last one, or up to a signal, which leaves out what comes after them.
+        """All steps up to the last one, or up to a signal.
 
-        But for the export, where nothing else is kept of the steps.
+        A signal leaves out what comes after the steps, except an export if nothing else keeps what was trained.
         """
         if self._log is not None:
-            self._engine.flush()  # a line without a generation would be that of another run
+            self._engine.flush()  # lines beside a store without a generation would count as another run's
             self._log.begin()
             self._engine.before_commit(self._log.sync)
         self._engine.on_step(self._step_ended)
@@ -204,7 +204,7 @@ class _Run:
             would_be_lost = bool(options.why_nothing_is_kept and self._totals.steps)
             if stopped_by is not None and not (would_be_lost and options.export is not None):
                 return Outcome(self._totals, stopped_by)
-            if self._totals.steps or options.resume is not Resume.PREVIOUS:  # which changes nothing by itself
+            if self._totals.steps or options.resume is not Resume.PREVIOUS:  # `previous` alone changes nothing
                 self._engine.apply_pending()
             if stopped_by is not None:
                 self._reporter.say(f"exporting what was trained, for {options.why_nothing_is_kept}; Ctrl-C ends that")
@@ -224,7 +224,7 @@ class _Run:
             log.write_rest()
         except StorageFull as error:
             self._reporter.say(f"note: {error}; it lacks the last lines")
-        log.sync()  # where nothing is committed nothing else does
+        log.sync()  # without commits nothing else syncs it
 
     def _loop(self, last: int) -> None:
         every = self._options.snapshot_every
@@ -242,14 +242,14 @@ class _Run:
                     )
                 if every is not None and report.step % every == 0:
                     self._snapshot(f"step-{report.step}")
-            # Late updates belong to the time of the steps; and a wish to stop means: with everything committed.
+            # Late updates belong to the time of the steps; and a request to stop means: with everything committed.
             self._engine.flush()
         finally:
             self._reporter.stop()
         self._totals.wall_s = time.perf_counter() - started_s
 
     def _snapshot(self, name: str) -> None:
-        """Keeps this step, but for one that a run has kept before it went back; without room training goes on."""
+        """Keeps this step, unless there is one from before the run went back; without room training goes on."""
         directories = snapshot_directories(self._options.nvme, name)
         if any(self._exchange(outputs.holds_a_run(directories))):
             self._reporter.say(f"note: {directories[0]} is there already, and stays as it is")
@@ -290,7 +290,7 @@ class _Run:
         self._reporter.say(f"exported to {directory}")
 
     def _export_weights(self, directory: Path) -> None:
-        """What nothing else keeps is not given up at once: somebody can still make room."""
+        """Weights that nothing else keeps are not given up at once: somebody can still make room."""
         until_s = time.monotonic() + (_TRIES_FOR_S if self._options.why_nothing_is_kept else 0.0)
         is_told = False
         while True:
@@ -304,7 +304,7 @@ class _Run:
                 if any(self._exchange(time.monotonic() >= until_s)):
                     raise
                 if not is_told:
-                    times = "" if self._stopped_by is not None else ", twice,"  # the first is a wish to stop
+                    times = "" if self._stopped_by is not None else ", twice,"  # the first is a request to stop
                     self._reporter.say(
                         f"{error}; nothing else keeps the trained weights: put that right, it is tried again for "
                         f"{_TRIES_FOR_S / 60:.0f} minutes; Ctrl-C{times} gives them up"
@@ -321,11 +321,11 @@ class _Run:
 
     @property
     def _stopped_by(self) -> signal.Signals | None:
-        """The signal that ends the run: of several ranks, one that all know of. See [Note: ranks]."""
+        """The signal that ends the run; with several ranks, one that all of them know of. See [Note: ranks]."""
         return self._stop.signal_number if self._crew.count == 1 else self._agreed
 
     def _exchange(self, value: T) -> list[T]:
-        """What every rank gives, by rank, and with it whether one of them was asked to stop."""
+        """The values of all ranks, by rank; also agrees on whether one of them was asked to stop."""
         if self._crew.count == 1:
             return [value]
         told = self._crew.exchange("the loss", (value, self._stop.signal_number))
@@ -340,13 +340,13 @@ class _Run:
         return sum(told) / len(told)
 
     def _step_ended(self, report: Any) -> None:
-        """Inside every step, before its commit: its loss is known, and its line is written."""
+        """Called inside every step, before its commit: takes the loss, and writes the step's line."""
         self._loss = self._mean_of_all(report.loss)
         if self._log is not None:
             self._write(self._log, step_record(report, self._loss, self._tokens_per_step))
 
     def _write(self, log: StepLog, line: dict[str, Any]) -> None:
-        """A full disk for lines is no reason to stop."""
+        """Writes a line of --json; a full disk is no reason to stop."""
         try:
             log.append(line)
         except StorageFull as error:
@@ -357,7 +357,7 @@ class _Run:
             self._lines_wait = False
 
     def _held_out_loss(self) -> float | None:
-        """None without text or samples, and when a signal comes meanwhile."""
+        """The mean loss on held-out text; None without text or samples, or if a signal comes meanwhile."""
         options, parts, crew = self._options, self._parts, self._crew
         if not options.evaluate:
             return None
@@ -373,7 +373,7 @@ class _Run:
                     done += len(tokens)
                     own = tokens[crew.rank :: crew.count]
                     predicted = own.shape[0] * (own.shape[1] - 1)
-                    moved = (own if len(own) else tokens[:1]).to(self._device)  # a forward is one of all ranks
+                    moved = (own if len(own) else tokens[:1]).to(self._device)  # all ranks take part in a forward
                     loss = float(self._engine(input_ids=moved, labels=moved).loss)
                     total += loss * predicted if predicted else 0.0
                     count += predicted

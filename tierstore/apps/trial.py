@@ -1,6 +1,6 @@
 """Steps of the real engine in a store of their own: to record one, and to measure depths against each other.
 
-Scope: the engine that `tierstore train` would make, for some steps. Not here: what is made of them (`apps/tune.py`).
+Scope: the engine that `tierstore train` would make, for some steps. Not here: what follows from them (`apps/tune.py`).
 Owner: the thread that runs the steps; the store is removed at the end.
 """
 
@@ -36,9 +36,9 @@ class WholeSteps:
     """Medians of steps with updates beside them.
 
     Attributes:
-        computing_s: of the passes, without waiting for weights; at prefetch `depth`.
+        computing_s: of forward and backward, without waits for weights; at prefetch `depth`.
         step_s: from the start of a step to that of the next.
-        schedule: in which they were updated.
+        schedule: of their updates.
     """
 
     computing_s: float
@@ -49,7 +49,7 @@ class WholeSteps:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A typical step with no update beside it, and whole ones that have: what the model's computing takes."""
+    """A typical step with no update beside it, and whole steps with one: how long the model computes in either."""
 
     step: StepRecord
     whole: WholeSteps
@@ -57,7 +57,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of steps: the median and the quartiles, and the waiting of the median."""
+    """Seconds of steps: the median and the quartiles; and the median of their waits for weights."""
 
     seconds: float
     low: float
@@ -85,25 +85,25 @@ class Trial:
         tokens = self._next_batch().to(self._device, non_blocking=True)
         loss = self._engine(input_ids=tokens, labels=tokens).loss
         self._engine.backward(loss)
-        float(loss.detach())  # as a loop does that shows its loss
+        float(loss.detach())  # as in a loop that shows its loss
         report = self._engine.step()
         return time.perf_counter() - began_s, report
 
     def whole_step(self) -> tuple[float, StepReport]:
-        """The same by `train_step`, in which an engine may guess unasked."""
+        """The same by `train_step`, in which an engine may speculate even if that was not asked for."""
         began_s = time.perf_counter()
         tokens = self._next_batch().to(self._device, non_blocking=True)
         report = self._engine.train_step([{"input_ids": tokens, "labels": tokens}])
         return time.perf_counter() - began_s, report
 
     def record(self) -> Recorded:
-        """Steps of an engine whose updates run inside backward by a guess at most: else no pass is free of them."""
-        self.step()  # shows the order
+        """Steps of an engine whose updates run inside backward by speculation only: else no pass is free of updates."""
+        self.step()  # shows the engine the order of groups
         typical = StepRecord.typical([self.free_step() for _ in range(_RECORDED_STEPS)])
         return Recorded(typical, self.whole_steps(_RECORDED_STEPS))
 
     def whole_steps(self, steps: int) -> WholeSteps:
-        """So many, after one that warms up."""
+        """Medians of so many steps, after one that warms up."""
         self.whole_step()
         taken = [self.whole_step() for _ in range(steps)]
         computing_s = statistics.median(
@@ -114,7 +114,7 @@ class Trial:
         return WholeSteps(computing_s, step_s, last.prefetch_depth, UpdateSchedule(last.schedule))
 
     def free_step(self) -> StepRecord:
-        """One step that begins when everything of the last is at rest."""
+        """One step that begins when all work of the last one has ended."""
         self._engine.flush()
         seconds, report = self.step()
         seen = self._engine.record()
@@ -127,9 +127,9 @@ class Trial:
     def measure(
         self, depths: Sequence[int], rounds: int, steps: int, between: Callable[[], None]
     ) -> tuple[dict[int, Measured], StepRecord | None]:
-        """Steps of every depth in turns, a step recorded after each: a machine is not the same all the time.
+        """Steps of every depth in turns, because a machine's speed varies; and a step recorded after each depth.
 
-        No record, if updates run inside backward.
+        The record is None if updates run inside backward.
 
         Args:
             between: called before each round, when the disks are idle.
@@ -143,7 +143,7 @@ class Trial:
             between()
             for depth in depths:
                 self._engine.fix_prefetch_depth(depth)
-                self.step()  # what the depth before has left on the device is not counted
+                self.step()  # what the depth before has left on the device does not count
                 for _ in range(steps):
                     taken_s, report = self.step()
                     seconds[depth].append(taken_s)
@@ -161,7 +161,7 @@ def _remove_empty(directory: Path) -> None:
 
 @contextlib.contextmanager
 def trial(options: TrainOptions) -> Iterator[Trial]:
-    """An engine for these options, with a store that is removed at the end; those of killed trials go first."""
+    """An engine for these options, whose store is removed at the end; stores of killed trials are removed first."""
     with contextlib.ExitStack() as stack:
         stores = []
         for directory in options.nvme:

@@ -3,7 +3,7 @@
 Scope: from a recorded step and rates to a choice; the runs that check it; the options that `train` takes.
 Not here: the forecast (`plan/step_model.py`), the choice (`plan/tuning.py`), tables and plots (`apps/tune_views.py`),
     rates (`apps/probe.py`).
-Owner: nothing is kept between calls, but for the files that are asked for.
+Owner: nothing is kept between calls, except the files that are asked for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
 _NEVER_CLIPPED = 1e30
 _OF = "of"
-"""Of a recorded step's file: what the step was one of."""
+"""Key in a recorded step's file: the model and options that the step was recorded with."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
 
 Rates = Callable[[], Machine]
@@ -52,9 +52,9 @@ class TuneOptions:
     """What a person asks of `tierstore tune`.
 
     Attributes:
-        train: the run to be tuned; what it leaves open is chosen, what it says stays.
+        train: the run to be tuned; options that it leaves open are chosen, the others stay.
         record: a recorded step; None records one now, with the real engine.
-        depths: that `measure` runs, beside the chosen one; each has so many `rounds` of so many `steps`.
+        depths: depths that `measure` runs, beside the chosen one, in `rounds` rounds of `steps` steps each.
     """
 
     train: TrainOptions
@@ -90,7 +90,7 @@ class Outcome:
 
     Attributes:
         measured: by depth, of the choice; empty if nothing was measured.
-        machine: the rates of the forecast: with measurements the medians of all rates that were measured meanwhile.
+        machine: the rates of the forecast; with measurements, the medians of all rates that were measured meanwhile.
     """
 
     record: StepRecord
@@ -100,7 +100,7 @@ class Outcome:
 
     @property
     def depth(self) -> int:
-        """What to run with: the choice, unless another depth was faster when both were run, beyond their spread."""
+        """The depth to run with: the chosen one, unless another was faster, beyond their spread, when both were run."""
         chosen = self.tuning.choice.depth
         if chosen not in self.measured:
             return chosen
@@ -111,7 +111,7 @@ class Outcome:
 
 
 def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outcome:
-    """Records, predicts and measures, once the files that are asked for can be written (`save`).
+    """Records, predicts and measures, after a check that the files that are asked for can be written (by `save`).
 
     Raises:
         BudgetError, ConfigError, FormatError, StorageError: a file, a budget or the model cannot be used.
@@ -135,8 +135,8 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         measured, later_record = _measure(options, tuning, lambda: seen.append(rates()))
         if later_record is not None:
             record = replace(later_record, contention=record.contention, drag=record.drag)
-        # All that is told beside the measurement is predicted from the rates and the computing of its own time; the
-        # choice was made before.
+        # The forecast shown beside the measurement uses the rates and the computing of the same time; the choice was
+        # made before.
         tuning = _tune(options, record, _median(seen), (tuning.choice.candidate, tuning.choice.depth))
     return Outcome(record, _median(seen), tuning, measured)
 
@@ -163,7 +163,8 @@ def save(options: TuneOptions, outcome: Outcome) -> None:
 def rates_for(train: TrainOptions) -> Rates:
     """The rates of the file that is given; without one each call measures them, in a few seconds.
 
-    Freed memory is returned first, as by `tierstore probe`: until an engine is made, every buffer is new.
+    To measure, freed memory is returned to the system, as in `tierstore probe`: until an engine is made, every buffer
+    is new.
 
     Raises:
         ConfigError: no file, and no disk to measure. FormatError: the file holds something else.
@@ -196,8 +197,9 @@ def machine_of(table: BandwidthTable, train: TrainOptions) -> Machine:
 def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
     """Ways to run the step that give the same result; the first is what `train` would do by itself.
 
-    Chunks are those of the planner, or as given: the model leaves out what Python takes for each, so it calls small
-    ones too good (measured, GPT-2 124M in 1500 MiB, 2 cores, 2026-11-21: predicted 1.1 s with 4 MiB, took 1.75 s).
+    Chunks are those of the planner, or as given, and not compared: the model leaves out Python's time per chunk, so it
+    overrates small ones (measured, GPT-2 124M in 1500 MiB, 2 cores, 2026-11-21: predicted 1.1 s with 4 MiB, took 1.75
+    s).
     """
     found = [train.update]
     if train.update is UpdateSchedule.AUTO:
@@ -218,7 +220,7 @@ def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -
 
 
 def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:
-    """The record of the file, which was calibrated when it was made; or steps of now."""
+    """The record of the file, which was calibrated when it was made; or steps recorded now."""
     if options.record is not None:
         return _read_record(options.record, options.train)
     from tierstore.apps.arithmetic import slow_products_notes
@@ -238,7 +240,7 @@ def _read_record(path: Path, train: TrainOptions) -> StepRecord:
     except FormatError as error:
         raise ConfigError(f"{path}: {error}") from None
     wanted = _recorded_of(train)
-    of = values.get(_OF, {})  # an older one does not say
+    of = values.get(_OF, {})  # an older file does not have it
     if not isinstance(of, dict):
         raise ConfigError(f"the recorded step {path} does not say what it is one of; record it again")
     for name, recorded in of.items():
@@ -249,7 +251,7 @@ def _read_record(path: Path, train: TrainOptions) -> StepRecord:
 
 
 def _recorded_of(train: TrainOptions) -> dict[str, Any]:
-    """What the computing of a step depends on."""
+    """The model and the options on which the computing of a step depends."""
     model = {name: path.name for name in ("config", "checkpoint") if (path := getattr(train, name)) is not None}
     names = ("dtype", "device", "batch", "sequence", "checkpointing")
     model = model or {"preset": (train.preset or Preset.P25M).value}
@@ -257,22 +259,22 @@ def _recorded_of(train: TrainOptions) -> dict[str, Any]:
 
 
 def _as_recorded(train: TrainOptions) -> TrainOptions:
-    """With updates beside the next forward, but in whole steps as they will be where those guess.
+    """The run as it is recorded: with updates beside the next forward, except in whole steps that will speculate.
 
-    And with a commit each step, so that any few steps show what all of them read and write.
+    It commits each step, so that any few steps show what all of them read and write.
     """
     may_guess = train.update in (UpdateSchedule.AUTO, UpdateSchedule.SPECULATIVE) and train.needs_norm
     if may_guess and train.commit_every == 1:
-        clip = train.clip and _NEVER_CLIPPED  # as it is after the first steps of a run
+        clip = train.clip and _NEVER_CLIPPED  # after the first steps of a run nothing is clipped
         return replace(train, update=UpdateSchedule.AUTO, clip=clip)
     return replace(train, update=UpdateSchedule.FORWARD, commit_every=1)
 
 
 def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> StepRecord:
-    """The recorded step with the contention and the drag that the steps beside their update show.
+    """The recorded step with the contention and the drag that the whole steps show, which run beside updates.
 
     Args:
-        train: under which they ran.
+        train: the options under which they ran.
     """
     placement = next(candidates(recorded.step, train)).placement
     whole = recorded.whole
@@ -296,7 +298,7 @@ def _measure(
     depths = sorted({*options.depths, tuning.choice.depth})
     chosen = _chosen(options.train, tuning)
     if chosen.update is UpdateSchedule.SPECULATIVE:
-        chosen = replace(chosen, clip=_NEVER_CLIPPED)  # as is foretold; the first steps of a run are clipped, mostly
+        chosen = replace(chosen, clip=_NEVER_CLIPPED)  # as predicted; the first steps of a run are mostly clipped
     with trial(chosen) as real:
         return real.measure(depths, options.rounds, options.steps, between)
 
@@ -329,4 +331,4 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return str(value.absolute()) if isinstance(value, Path) else value  # they are read from anywhere
+    return str(value.absolute()) if isinstance(value, Path) else value  # the file may be read from anywhere

@@ -32,7 +32,7 @@ def as_table(outcome: Outcome) -> Table:
     tuning, measured = outcome.tuning, outcome.measured
     table = Table(title=f"prefetch depth, {describe(tuning.choice.candidate)}", title_justify="left")
     if measured:
-        table.padding = 0  # a terminal of 80 columns shows every digit
+        table.padding = 0  # so that a terminal of 80 columns shows every digit
     names = ["depth", "step s", "stall s", "disk s", "CPU peak", "GPU peak"]
     for name in [*names, *(["measured", "quartiles", "off"] if measured else [])]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -86,7 +86,7 @@ def as_words(outcome: Outcome) -> str:
 
 
 def _nearly_as_good(outcome: Outcome) -> Iterator[str]:
-    """Why what looks faster on paper was not taken."""
+    """Why a depth or an update that looks faster on paper was not taken."""
     tuning, choice = outcome.tuning, outcome.tuning.choice
     at_usual_s = choice.forecasts[USUAL_DEPTH].seconds
     depths = min(one.seconds for one in choice.forecasts) / choice.best.seconds
@@ -101,7 +101,7 @@ def _nearly_as_good(outcome: Outcome) -> Iterator[str]:
 
 
 def _codec(table: BandwidthTable, *, is_fp32: bool) -> str:
-    """Whether a codec would pay by its rate on the threads that read, overlapped with the disk, on this disk."""
+    """Whether a codec would pay on this disk, at its rate on the threads that read, overlapped with the disk."""
     codecs = [one for one in table.codecs if not (is_fp32 and one.data == "bf16")]
     if not codecs:
         return "Codec: none; a bandwidth table of `tierstore probe` holds what would decide it."

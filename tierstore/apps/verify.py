@@ -1,6 +1,6 @@
 """What `tierstore verify` does and shows: every checksum of a pack or of a store, and what is damaged.
 
-Scope: which of them a path is, totals, damage as a table and as JSON.
+Scope: whether a path is a pack or a store; totals; damage as a table and as JSON.
 Not here: reading (`archive/reading.py`), the chunks of a store (`store/verification.py`).
 Owner: nothing is kept between calls.
 """
@@ -41,7 +41,7 @@ _STORE_TIMEOUT_S = TierConfig().timeout_s
 _OF_A_PACK = "pack again, or restore the files from a copy"
 _OF_CHUNKS = "--resume previous goes back one generation, if all chunks of that are whole; else restore it from a copy"
 _OF_HEADERS = "a run does without these headers; what else opens the files needs a copy that is whole"
-_TIMES = 3  # that a store is read whose run goes on
+_TIMES = 3  # attempts to read a store whose run goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ def run_verify(
     """Read all of a pack, or of the last generation of a store.
 
     Args:
-        timeout_s: for so long a call of the system may take.
+        timeout_s: the longest that a call of the system may take.
 
     Raises:
-        FormatError, StorageError: what is there is neither, or its table cannot be read.
+        FormatError, StorageError: the path is neither, or its table cannot be read.
         StoreLocked: a run changes the store meanwhile.
         Timeout: a disk does not answer.
     """
@@ -101,7 +101,7 @@ def run_verify(
 
 
 def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, attended: Attended) -> Verdict:
-    """The last generation. What a run writes meanwhile looks damaged, so then it is another one's turn."""
+    """The last generation. Chunks that a run writes meanwhile look damaged, so then the new last one is read."""
     numbers = Manifests(paths[0], attended.backend).numbers
     for _ in range(_TIMES):
         newest = attended.call(numbers)[0]
@@ -110,7 +110,7 @@ def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, at
         except StorageError:
             if newest in attended.call(numbers):
                 raise
-            continue  # its manifest went while it was looked for
+            continue  # its manifest was removed meanwhile
         if not verdict.damages or number in attended.call(numbers)[:1]:
             return verdict
     raise StoreLocked(
@@ -121,7 +121,7 @@ def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, at
 def _verify_last(
     paths: Sequence[Path], memory_bytes: int, console: Console, attended: Attended
 ) -> tuple[Verdict, int]:
-    """And its number."""
+    """The verdict on the last generation, and its number."""
     generation, chunks = attended.call(committed_chunks, paths, backend=attended.backend)
     headers = attended.call(damaged_headers, generation, paths, attended.backend)
     total = sum(padded(chunk.stored_bytes) for chunk in chunks)
@@ -171,12 +171,12 @@ def _damages(
 
 @contextlib.contextmanager
 def advised(paths: Sequence[Path], console: Console, *, timeout_s: float = _STORE_TIMEOUT_S) -> Iterator[None]:
-    """Damage that is found in a store is told with what can be done: all chunks of its generations are read.
+    """If the block finds damage in a store, reads all chunks of its generations, and says what can be done.
 
     Args:
-        paths: directories of the store, closed when the block has ended; none: errors stay as they are.
+        paths: directories of the store, which is closed when the block has ended; if empty, errors stay as they are.
         console: for a bar meanwhile.
-        timeout_s: for so long a call of the system may take; the damage is told alone then.
+        timeout_s: the longest that a call of the system may take; beyond it the damage is told without advice.
     """
     try:
         yield
@@ -210,7 +210,7 @@ def is_store(path: Path, backend: Backend | None = None) -> bool:
     """Whether a directory holds a generation of a store.
 
     Raises:
-        FormatError: it is a directory, and holds nothing of a pack either.
+        FormatError: it is a directory that does not hold a pack either.
     """
     backend = backend or Backend()
     with backend.calling("inspection", path):

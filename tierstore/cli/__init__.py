@@ -1,6 +1,6 @@
 """The command line: parses, calls `apps/`, turns errors into one sentence and an exit code.
 
-Scope: the entry point; what it starts is imported there (`commands.py`), where a Ctrl-C is heard.
+Scope: the entry point. It imports the commands (`commands.py`) itself, when Ctrl-C is already handled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 def main() -> None:
     """Entry point of the command `tierstore`."""
     usual = signal.getsignal(signal.SIGINT)
-    hears = usual is signal.default_int_handler  # else somebody else does, or nobody shall
+    hears = usual is signal.default_int_handler  # else it has another handler, or is ignored
     if hears:
         signal.signal(signal.SIGINT, _leave)
     from tierstore.cli.commands import run
@@ -35,6 +35,6 @@ def main() -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """Before anything is done that is to be undone. See apps/stopping.py [Note: leaving at once]."""
+    """Ends the process: nothing to undo has been done yet. See apps/stopping.py [Note: leaving at once]."""
     os.write(2, b"tierstore: interrupted\n")
     os._exit(128 + number)

@@ -1,6 +1,6 @@
 """`tierstore codecs`: its options, the table, the sentences.
 
-Not here: the run (`apps/codecs.py`). What is heavy is imported inside, so that `--help` answers at once.
+Not here: the run (`apps/codecs.py`). Heavy modules are imported inside, so that `--help` answers at once.
 """
 
 from __future__ import annotations

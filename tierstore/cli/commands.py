@@ -56,7 +56,7 @@ _command = typer.main.get_command(app)
 
 
 def run() -> None:
-    """The command that the arguments of the process name; ends it."""
+    """Runs the command that the arguments of the process name, and ends the process."""
     try:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _command()
@@ -65,10 +65,10 @@ def run() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        let_go(1)  # or the end of the interpreter would try again
+        let_go(1)  # otherwise the interpreter would try again at its end
         say(f"cannot write what is to be shown: {error.strerror}")
         sys.exit(1)
     except Exception as error:
-        if not hasattr(error, "exit_code"):  # click's, which typer brings along or not
+        if not hasattr(error, "exit_code"):  # of click, which typer may bring along under another name
             raise
         sys.exit(error.exit_code)

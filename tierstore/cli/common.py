@@ -24,7 +24,7 @@ from tierstore.apps.stopping import let_go
 from tierstore.config import at_home, parse_size
 from tierstore.errors import BudgetError, CheckpointWarning, ConfigError, MachineWarning, TierstoreError
 
-# What the engine calls its arguments, with their values or alone; not a part of a path, and not what a user wrote.
+# Names of the engine's arguments in its messages, with a value or alone; not as a part of a path.
 _ARGUMENT = re.compile(
     r"(?<![\w/.'-])(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory|nvme)(?![\w/.'-]))"
 )
@@ -78,7 +78,7 @@ def given_options(context: typer.Context) -> list[str]:
 def told(debug: bool = False) -> Iterator[None]:
     """Turns an error of tierstore into one sentence and an exit code; `debug` shows where it was raised."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what an encoding has no letters for is shown as "?"
+        sys.stdout.reconfigure(errors="replace")  # letters that the encoding lacks are shown as "?"
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
@@ -88,22 +88,22 @@ def told(debug: bool = False) -> Iterator[None]:
             raise
         say(_as_options(str(error)))
         raise typer.Exit(2 if isinstance(error, (ConfigError, BudgetError)) else 1) from None
-    except KeyboardInterrupt:  # of a command that has nothing to clean up
+    except KeyboardInterrupt:  # in a command that has nothing to clean up
         if debug:
             raise
         say("interrupted")
         raise typer.Exit(130) from None
-    except OSError as error:  # what is read and written otherwise is told as StorageError
+    except OSError as error:  # other reads and writes raise StorageError
         if debug or not isinstance(error.filename, (str, os.PathLike)):
             raise
-        say(f"cannot use {error.filename}: {error.strerror}")  # of looking at a path that was given
+        say(f"cannot use {error.filename}: {error.strerror}")  # from looking at a path that was given
         raise typer.Exit(1) from None
 
 
 def _show_warning(
     show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **to: Any
 ) -> None:
-    """Those that a person can do something about, who has written no line of the program; once, of several ranks."""
+    """Shows as notes the warnings that a user of the commands can act on, once per machine; the others as usual."""
     if not issubclass(category, (CheckpointWarning, MachineWarning)):
         show(message, category, *where, **to)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
@@ -115,12 +115,12 @@ def say(sentence: str) -> None:
     if sentence:
         try:
             typer.echo(f"tierstore: {sentence}", err=True)
-        except BrokenPipeError:  # who read it has left
+        except BrokenPipeError:  # the reader has left
             let_go(2)
 
 
 def _as_options(text: str) -> str:
-    """One line, and the engine's arguments as a person gives them here: `resume='auto'` is `--resume auto`."""
+    """The text in one line, with the engine's arguments as options: `resume='auto'` becomes `--resume auto`."""
 
     def option(found: re.Match[str]) -> str:
         name, value, budget = found.groups()

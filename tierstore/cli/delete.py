@@ -27,7 +27,7 @@ def delete(
 ) -> None:
     """Remove a store: all of it, and nothing that no store made.
 
-    A store that a process uses is refused, and so is a directory that holds none.
+    A store that a process uses is refused, and so is a directory that holds no store.
     """
     from tierstore.apps.console import Console
 

@@ -55,7 +55,7 @@ def verify(
 ) -> None:
     """Read every byte of a pack or a store, and name what is damaged. Exit code 1 if anything is.
 
-    Of a store its last generation is read.
+    Of a store, the last generation is read.
     """
     from tierstore.apps.console import Console
 

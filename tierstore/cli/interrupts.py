@@ -2,10 +2,11 @@
 
 Scope: one exception for all three signals, one exit code each. Not here: `train`, which ends its step first
     (`apps/stopping.py`).
-Owner: the main thread, for the duration of a `with` block; elsewhere nothing is installed.
+Owner: the main thread, for the duration of a `with` block; in other threads nothing is installed.
 
-[Note: a thread that computes on] When the interpreter ends, a thread that comes back to it is cut off, in the middle of
-the C++ of torch too, which then aborts the process. So nothing but the end of the process ends one that is abandoned.
+[Note: a thread that computes on] When the interpreter ends, a thread that comes back to it is cut off, even in the
+middle of torch's C++, which then aborts the process. So if a thread was abandoned, the process ends without ending the
+interpreter first.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from tierstore.errors import Abandoned
 
 
 class _Stopped(KeyboardInterrupt):
-    """Any of the three.
+    """Raised for any of the three signals.
 
-    Python ends by SIGINT in the end, whatever the exit code, if a KeyboardInterrupt itself has come out of an `exec`,
-    as while a dataclass is made.
+    A subclass, because Python ends by SIGINT, whatever the exit code, if a KeyboardInterrupt itself has come out of an
+    `exec`, as while a dataclass is made.
     """
 
 
 @contextlib.contextmanager
 def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """In here they raise KeyboardInterrupt; it ends as `last_words` and exit code 130, 143 or 129.
+    """In the block the signals raise KeyboardInterrupt, which ends as `last_words` and exit code 130, 143 or 129.
 
-    What comes after the first one does not disturb the cleaning up: a second Ctrl-C says that it is under way, and only
-    a third one ends the process as it is. Another SIGTERM or SIGHUP changes nothing.
+    Signals after the first one do not disturb the cleaning up: a second Ctrl-C says that it is under way, and only a
+    third one ends the process as it is. Another SIGTERM or SIGHUP changes nothing.
     """
     seen: list[int] = []
     repeated = 0
@@ -68,7 +69,7 @@ def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) ->
     try:
         yield
     except BaseException as error:
-        # What was interrupted may put it in other words: a runtime that closes, an import that failed.
+        # The code that was interrupted may raise another error instead: a runtime that closes, an import that failed.
         if not seen and not isinstance(error, KeyboardInterrupt):
             raise
         say(last_words)

@@ -59,7 +59,7 @@ def pack(
 ) -> None:
     """Pack a checkpoint in the order in which a step uses it. Every chunk has its checksum.
 
-    Several DST share the groups out among them, so that all disks are read at once.
+    The groups are spread over several DST, so that all disks are read at once.
     """
     from tierstore.apps.console import Console
 

@@ -99,7 +99,7 @@ def plan(
 ) -> None:
     """Tell whether a model fits, and how fast it trains.
 
-    Bytes per tier and component, step time by phase, every strategy, what would help.
+    It shows bytes per tier and component, step time by phase, every strategy, and what would help.
     """
     values = {name: value for name, value in locals().items() if name not in _NOT_OF_A_PLAN}
     with told(debug):
@@ -144,7 +144,7 @@ def _refuse_options_of_a_plan(context: typer.Context) -> None:
 def _translate(
     path: Path, write: Path | None, ranks: int, nodes: int, gpu_memory: int | None, cpu_memory: int | None
 ) -> None:
-    """Budgets are those of machines here, as in a plan, and of ranks in what comes out."""
+    """Translates and shows; budgets are per GPU and per node here, as in a plan, and per rank in the translation."""
     from tierstore.apps.console import Console
     from tierstore.apps.deepspeed import translate
     from tierstore.apps.files import write_object

@@ -45,7 +45,7 @@ def probe(
 ) -> None:  # fmt: skip
     """Measure disks, links, codecs and optimizer of this machine. Each alone, and beside each other.
 
-    What a collective costs too: torchrun --nproc-per-node 2 -m tierstore.cli probe ...
+    With collectives between ranks, too: torchrun --nproc-per-node 2 -m tierstore.cli probe ...
     """
     with told(debug):
         from tierstore.apps.console import Console

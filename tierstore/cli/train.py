@@ -130,15 +130,15 @@ def train(
     values["nvme"] = tuple(nvme or ())
     with told(debug):
         launch = Launch.of(os.environ)
-        # From here on: importing torch alone takes seconds.
+        # From here on signals are handled, because importing torch alone takes seconds.
         with StopRequest(rank=launch.rank, ranks=launch.count) as stop:
             _run_training(_checked(launch, values, options, context), launch, stop)
 
 
 def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
-    """What the file says of options that the command line leaves out."""
+    """The file's values of the options that the command line leaves out."""
     values = read_object(path, "options")
-    if isinstance(values.get("train"), dict):  # of a file that has the arguments of classes, too
+    if isinstance(values.get("train"), dict):  # in a file that has the arguments of classes, too
         values = values["train"]
     given = options_of_object(values, str(path))
     stated = given_options(context)
@@ -146,11 +146,11 @@ def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
 
 
 def _checked(launch: Launch, values: dict[str, Any], file: Path | None, context: typer.Context) -> TrainOptions:
-    """The options of this rank; what is wrong with them is said once per machine, for its ranks do not know others."""
+    """The options of this rank; an error is told once per machine, because ranks do not know other machines yet."""
     try:
         if file is not None:
             values |= _of_file(file, context)
-            if launch.rank == 0:  # which writes them
+            if launch.rank == 0:  # this rank writes them
                 check_outputs([file], json=values["json"], trace=values["trace"])
         return launch.options(TrainOptions(**values))
     except ConfigError:
@@ -172,7 +172,7 @@ def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> N
         from tierstore.apps.report import Reporter
         from tierstore.apps.train import train as run
 
-    ask_for_huge_pages()  # ranks make tensors to meet each other
+    ask_for_huge_pages()  # before the ranks meet, which makes tensors
     with joined(launch, options.device) as crew:
         outcome = run(options, Reporter(console), stop=stop, crew=crew)
         if outcome.stopped_by is not None and crew.leads:

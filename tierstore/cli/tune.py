@@ -66,7 +66,7 @@ def tune(
 ) -> None:
     """Choose prefetch depth and schedule for a model on this machine.
 
-    The time of a step is predicted for every depth, what bounds it is said, and both are checked if asked.
+    It predicts the time of a step for every depth, and says what bounds it; --measure checks the prediction.
     """
     with told(debug), interruptible("interrupted; its files in --nvme are gone"):
         if Launch.of(os.environ).count > 1:

@@ -4,9 +4,9 @@
 `mode`: `cpu`, `optimizer` (its state on disk) or `all` (weights too). A step ends when `engine.step()` has returned:
 nothing is made durable, and there is no checkpoint in it.
 
-[Note: its settings] Those of its fastest step with all state on disk, and of the equally fast the least memory. Tried
-on GPT-2 124M, 1 x 64 tokens, 2 cores, DeepSpeed 0.19.8, 2026-11-22; seconds are medians of 3 rounds of 2 steps (with
-`sub_group_size` 1e8 of 2). A has 64 buffers for parameters and no limit of live ones; B, which stands here, 24 and 5e7.
+[Note: its settings] Those of its fastest step with all state on disk and, among equally fast ones, the least memory.
+Tried on GPT-2 124M, 1 x 64 tokens, 2 cores, DeepSpeed 0.19.8, 2026-11-22; seconds are medians of 3 rounds of 2 steps (2
+rounds with `sub_group_size` 1e8). A has 64 buffers for parameters and no limit of live ones; B, used here, 24 and 5e7.
     in one run: A 4.05 s, 10.5 GB; B 3.99 s, 6.9 GB
     in one run: A 3.75 s, 10.4 GB; A with pinned memory 4.12 s, 10.8 GB
     A again 3.78 s, 10.1 GB; A with `sub_group_size` 1e8 3.78 s, 14.6 GB; A without the pipeline 4.06 s, 9.1 GB
@@ -32,7 +32,7 @@ from serve import Round, serve
 
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
-    import torch  # before the options are read: what is missing is said first
+    import torch  # before the options are read, so that a missing package is told first
 
     device, store, steps = options["device"], options["store"], options["steps"]
     if device == "cpu":

@@ -2,7 +2,7 @@
 """A GPT-2 training step of plain torch, everything in memory: fused AdamW, clipping.
 
 AdamW on bf16 parameters keeps its moments in bf16, too, and rounds away updates of less than 1/512 of a weight.
-With the option `fp32_state` weights and moments are kept in fp32 beside, as tierstore keeps them.
+With the option `fp32_state` weights and moments are also kept in fp32, as tierstore keeps them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _PASSES = 5
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
-    """All at once: 64M parameters take each of them about a GiB."""
+    """All in one heat: 64M parameters take about a GiB in each contestant."""
     given = {"params": options.params, "passes": _PASSES}
     contestants = [ours(_OURS, "adam", **given), ours(_MEMORY, "floors")]
     if options.wants("torch"):
@@ -66,7 +66,7 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
 
 
 def bytes_per_parameter(dtype: str) -> int:
-    """What our kernel moves, the fewest that keep an fp32 master: weight and state both ways, the gradient once."""
+    """Bytes that our kernel moves, the fewest with an fp32 master: weight and state both ways, the gradient once."""
     from tierstore.kernels.adam import state_bytes_per_element
 
     return 3 * _WEIGHT_BYTES[dtype] + 2 * state_bytes_per_element(dtype)

@@ -28,7 +28,7 @@ Tell = Callable[[str, float], None]
 _CLOSE_S = 30.0
 _SAID_LINES = 3
 _TICK_S = 0.01  # of the kernel's clock
-_HEARD = {"PYTHONUNBUFFERED": "1"}  # its last words are there even if it is killed
+_HEARD = {"PYTHONUNBUFFERED": "1"}  # so that its last words are there even if it is killed
 
 
 class _Lost(Exception):
@@ -39,8 +39,8 @@ def contest(results: Results, rounds: int, tell: Tell) -> None:
     """Fill the results of contestants, round by round. Round 0 warms up and does not count.
 
     Args:
-        results: without answers; what an interrupt leaves in them holds.
-        tell: called before each start and each round of a contestant, with what is done and the share that is over.
+        results: without answers yet; after an interrupt those in them are valid.
+        tell: called before each start and each round of a contestant, with what begins and the share done so far.
     """
     total, begun = len(results) * (rounds + 2), 0
 
@@ -65,7 +65,7 @@ def contest(results: Results, rounds: int, tell: Tell) -> None:
                     answer = process.ask({"round": number}, result.contestant.round_timeout_s)
                 except _Lost as error:
                     result.trouble = str(error)
-                    process.end(at_once=True)  # nothing of it may run into another's round
+                    process.end(at_once=True)  # it must not run on during another's round
                     continue
                 now_stolen_s, now_passed_s = _core_seconds()
                 if number:
@@ -75,9 +75,9 @@ def contest(results: Results, rounds: int, tell: Tell) -> None:
 
 
 def _core_seconds() -> tuple[float, float]:
-    """Of all cores since the machine started: what its host took from them, and all that passed."""
+    """Seconds of all cores since the machine started: those that its host took, and all that passed."""
     times = psutil.cpu_times()
-    is_within = ("guest", "guest_nice")  # of user and nice
+    is_within = ("guest", "guest_nice")  # these are counted in user and nice
     passed_s = sum(seconds for name, seconds in times._asdict().items() if name not in is_within)
     return getattr(times, "steal", 0.0), passed_s
 
@@ -94,7 +94,7 @@ def _started(result: Result) -> _Process:
 
 
 class _Process:
-    """One contestant that runs, in a session of its own: Ctrl-C reaches us, and we end it."""
+    """One contestant that runs, in a session of its own: Ctrl-C reaches only this process, which ends it."""
 
     def __init__(self, contestant: Contestant) -> None:
         if contestant.missing is not None:
@@ -120,7 +120,7 @@ class _Process:
         self.end(at_once=kind is not None)
 
     def end(self, *, at_once: bool) -> None:
-        """Lets it clean up, unless `at_once`; then nothing of it runs any more. Again does nothing."""
+        """Ends the contestant, which may clean up first unless `at_once`, with its children. Twice is fine."""
         process = self._process
         if self._stdin.closed:
             return

@@ -32,15 +32,15 @@ class BenchOptions:
     """All options of one run; every field is the command-line option of the same name.
 
     Attributes:
-        peer: those to compare with; none given is all of a case.
+        peer: peers to compare with; if empty, all that a case knows.
         peer_python: the interpreter that has the peers.
         nvme: a directory on the disk; files are made in a fresh one below it and removed.
         size: bytes of the file of `disk` and of the checkpoint of `load`.
-        params: of `adam`.
-        steps: of `step` in a round, after one that does not count.
+        params: number of parameters of `adam`.
+        steps: steps of `step` in a round, after one that does not count.
         curve: `step` at many CPU budgets, and nothing else of it.
         large: `step` with 1.5B parameters, and nothing else of it.
-        heat: of `step`, one of `HEATS` and nothing else; None is all of them, a quarter to half an hour.
+        heat: only this one of the `HEATS` of `step`; None is all of them, which take a quarter to half an hour.
         dtype: of the models of `step`, one of `DTYPES`; bf16 says little where the CPU has no fast products of it.
     """
 
@@ -92,7 +92,7 @@ class BenchOptions:
         check_outputs(json=self.json, markdown=self.markdown)
 
     def wants(self, peer: str) -> bool:
-        """Whether to compare with it."""
+        """Whether to compare with this peer."""
         return not self.peer or peer in self.peer
 
 
@@ -152,7 +152,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """Of at least one."""
+        """Of at least one sample."""
         return cls(*middle(samples))
 
 
@@ -184,7 +184,7 @@ class Result:
 
     @property
     def peak_rss_bytes(self) -> int | None:
-        """Of the process, over all rounds."""
+        """The peak of the process, over all rounds."""
         return max((one.peak_rss_bytes for one in self.answers), default=None)
 
 
@@ -192,13 +192,13 @@ Results = Mapping[str, Result]
 
 
 def best(results: Results, whose: str, figure: str) -> Result | None:
-    """The one with the highest median among those whose name begins so."""
+    """The result with the highest median among those whose name begins with `whose`."""
     found = [result for name, result in results.items() if name.startswith(whose) and result.spread(figure) is not None]
     return max(found, key=lambda result: result.median(figure) or 0.0, default=None)
 
 
 def best_median(results: Results, whose: str, figure: str) -> float | None:
-    """Of those whose name begins so; None where there is none."""
+    """The highest median among those whose name begins with `whose`; None where there is none."""
     found = best(results, whose, figure)
     return None if found is None else found.median(figure)
 
@@ -210,7 +210,7 @@ class Bar:
     Attributes:
         of: what it is measured against, in words: `of fio's best`.
         measured: the ratio; None where the other side is missing.
-        at_most: met from below, as a time is.
+        at_most: the bound is an upper one, as of a time.
     """
 
     bound: float
@@ -233,7 +233,7 @@ class Bar:
 
 
 def ratio(value: float | None, other: float | None) -> float | None:
-    """None where either is missing."""
+    """The quotient; None where either is missing, or `other` is 0."""
     return None if value is None or not other else value / other
 
 
@@ -287,7 +287,7 @@ class Case:
         rows: the table, from all results by name of the contestant.
         disk_bytes: what it writes at most.
         prepare: makes in the scratch directory what contestants read.
-        reads: the options of its own work; all read the others.
+        reads: the options that it reads, of those that not every case reads.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A cold start for what reads a file: out of the page cache, into memory that is there.
+"""A cold start for reading a file: it is not in the page cache, and the memory to read it into is there.
 
 Scope: standard library only; linked from `tools/peers/`, for drivers in the peers' Python.
 """
@@ -12,7 +12,7 @@ _PAGE_BYTES = 4096
 
 
 def forget(path: str) -> None:
-    """The file leaves the page cache."""
+    """Drops the file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,7 +22,7 @@ def forget(path: str) -> None:
 
 
 def touch_memory(size_bytes: int) -> None:
-    """Touches as much memory as will be used and frees it: the host of a virtual machine may have had it back."""
+    """Touches as much memory as will be used, and frees it: the host of a virtual machine may have taken it back."""
     with mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, size_bytes, _PAGE_BYTES):

@@ -1,7 +1,7 @@
 """A machine with a GPU: its tests, the link, and steps whose optimizer state lies in CPU memory, or on the GPU.
 
-What a step of the first kind computes is measured before it by plain torch, with the same micro-batches on the same
-GPU: the engine's own share of time that is no wait says nothing of a GPU that waits for launches.
+How long a step with its state in CPU memory computes is measured first, by plain torch with the same micro-batches on
+the same GPU: the engine's own time without its waits would not show that the GPU waits for launches.
 
 Scope: contestants and rows of `bench all --device cuda`, made to end within 8 minutes on one GPU.
 Not here: the cases that need none.
@@ -47,7 +47,7 @@ _COPY_S = 0.5
 _COMPUTED = 4
 _STEPS = 2  # of a round, after one that does not count
 _SEQUENCE = 1024
-_IN_CPU_MEMORY = {"state_on_gpu": False}  # gpu_memory holds weights, gradients and what is under way
+_IN_CPU_MEMORY = {"state_on_gpu": False}  # gpu_memory holds weights, gradients and what is in flight
 _MODELS: dict[str, dict[str, Any]] = {
     "124m": {"preset": "124m", "gpu_memory": "1GiB", "cpu_memory": "4GiB", "batch": 16, "micro_batches": 8},
     "1.5b": {"preset": "1.5b", "gpu_memory": "8GiB", "cpu_memory": "32GiB", "batch": 8, "micro_batches": 16},
@@ -59,7 +59,7 @@ _PLAIN = {"torch": False, "torch, state in fp32": True}
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
-    """Tests first; then link and steps, a heat each, for they share one GPU's memory."""
+    """Tests first; then link and steps, a heat each, because they share one GPU's memory."""
     steps = [[_soon(_step_name(name), what="step", **given, **_IN_CPU_MEMORY)] for name, given in _MODELS.items()]
     beside = [_soon(_step_name(_ON_GPU), what="step", **_ON_GPU_MODEL)]
     fields = {name: value for name, value in PRESET_FIELDS[Preset.P124M].items() if name != "model_type"}
@@ -72,7 +72,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
 
 
 def _soon(name: str, **options: Any) -> Contestant:
-    """A part of `contend`, which is given up when one that hangs would take what the others need."""
+    """A part of `contend`, with short timeouts, so that one that hangs does not take the time of the others."""
     return replace(ours(name, "cuda", **options), start_timeout_s=_START_TIMEOUT_S, round_timeout_s=_ROUND_TIMEOUT_S)
 
 
@@ -121,7 +121,7 @@ def _tests(options: dict[str, Any]) -> Iterator[Round]:
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     if not files:
         raise Missing(f"no tests in {ROOT}: they come with the repository")
-    # The warnings of other libraries here are theirs.
+    # Warnings of other libraries are not errors here.
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files]
     if importlib.util.find_spec("xdist") and (cores := available_cores()) > 3:
         command += ["-p", "xdist", "-n", str(min(8, cores // 2))]
@@ -197,7 +197,7 @@ def _step(options: dict[str, Any], device: str = "cuda", sequence: int = _SEQUEN
     with Engine(model, tiers, AdamWConfig(lr=1e-4, weight_decay=0.01), max_grad_norm=1.0) as engine:
 
         def run_round(number: int) -> tuple[float, dict[str, float]]:
-            engine.train_step([batch] * count)  # to get going: its update is what the others hide
+            engine.train_step([batch] * count)  # to get going: the next step hides its update
             begun_s = time.perf_counter()
             for _ in range(_STEPS):
                 engine.train_step([batch] * count)
@@ -209,13 +209,13 @@ def _step(options: dict[str, Any], device: str = "cuda", sequence: int = _SEQUEN
 
 
 def _compute_seconds(model: Any, batch: dict[str, Any]) -> float:
-    """Of forward and backward by plain torch: the least of a few, the first of which loads kernels."""
+    """Seconds of forward and backward by plain torch: the least of a few runs, because the first one loads kernels."""
     found = []
     for _ in range(_COMPUTED):
         begun_s = time.perf_counter()
         loss = model(**batch).loss
         loss.backward()
-        loss.item()  # on a GPU backward has ended only when something that comes after it has
+        loss.item()  # on a GPU this waits until backward has ended
         model.zero_grad()
         found.append(time.perf_counter() - begun_s)
     return min(found)

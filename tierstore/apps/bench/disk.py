@@ -43,7 +43,7 @@ _VERBS: tuple[Verb, ...] = ("read", "write")
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
-    """Everything takes turns: a disk shared with others changes within seconds."""
+    """All contestants take turns, because a disk shared with others changes its speed within seconds."""
     given = {"path": str(_file(scratch)), "size": options.size}
     contestants = [
         ours(f"tierstore {format_size(block_bytes)} x {threads}", "disk", block_bytes=block_bytes, threads=threads,
@@ -88,7 +88,7 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
 
 
 def prepare(options: BenchOptions, scratch: Path) -> None:
-    """The file, with bytes that do not compress; what is only allocated would be read without the disk."""
+    """The file, with bytes that do not compress; space that is only allocated would be read without the disk."""
     make_file(_file(scratch), options.size)
 
 
@@ -113,7 +113,7 @@ def make_file(path: Path, size_bytes: int) -> None:
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     """Our own side: blocks in turn through worker threads, into and from an arena of huge pages.
 
-    Options: `path` of a file that is written, its `size`, `block_bytes`, `threads`. Figures: GB/s by verb.
+    Options: `path` of a file that is overwritten, its `size`, `block_bytes`, `threads`. Figures: GB/s by verb.
     """
     from tierstore.io.backend import Backend
     from tierstore.measure.disk import DiskFile, incompressible

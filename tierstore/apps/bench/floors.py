@@ -17,9 +17,9 @@ _ELEMENTS, _PASSES = 2**26, 5
 
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
-    """STREAM's triad a = b + s c, counted with the read of `a` that a store begins with; and a = s a, in place.
+    """STREAM's triad a = b + s c, counting also the read of `a` into the cache before its write; and a = s a, in place.
 
-    Adam reads nearly all that it writes, so no such read is wasted: the triad understates what it may reach, and the
+    Adam reads nearly all that it writes, so it wastes no such read: the triad understates what Adam may reach, and the
     faster of the two is its floor. No options.
     """
     import torch

@@ -1,4 +1,4 @@
-"""A step of this model as `tune` and `plan` foretell it, from rates that were measured in the same run.
+"""A step of this model as `tune` and `plan` predict it, from rates that were measured in the same run.
 
 Scope: from a contestant's options to seconds. Not here: what they are compared with (`step.py`).
 """
@@ -15,14 +15,15 @@ from tierstore.plan.step_record import StepRecord
 
 
 def computing(recorder: Result, tried: Result, train: TrainOptions, machine: Machine) -> StepRecord:
-    """What the model's computing takes, as a contestant recorded it at its start.
+    """How long the model computes, as a contestant recorded it at its start.
 
-    It is scaled to that of the first steps of the rounds, which have no update beside them either, and calibrated by
-    the steps of a trial in each round: the machine is not as fast in every minute.
+    The record is scaled to the first steps of the rounds, which have no update beside them either, and calibrated by
+    the steps of a trial in each round, because a machine's speed varies from minute to minute.
 
     Args:
-        tried: whose trial, with the schedule that is to be foretold.
-        train: of that contestant.
+        recorder: the contestant that recorded a step.
+        tried: the contestant whose trial is used; it has the schedule that is to be predicted.
+        train: the options of `tried`.
     """
     from tierstore.apps.trial import Recorded, WholeSteps
     from tierstore.apps.tune import calibrated_to
@@ -30,7 +31,7 @@ def computing(recorder: Result, tried: Result, train: TrainOptions, machine: Mac
     step = StepRecord.from_json(recorder.facts["recorded"])
     own_s = step.forward_s + step.backward_s
     step = step.scaled((recorder.median("computing_s") or own_s) / own_s)
-    # Of rare commits the steps of a trial wrote none: they do not tell.
+    # With rare commits the steps of a trial wrote none, so they do not show what commits take.
     step_s = tried.median("trial_step_s") or 0.0 if train.commit_every == 1 else 0.0
     depth, schedule = int(tried.median("depth") or 0), UpdateSchedule(tried.facts["schedule"])
     whole = WholeSteps(tried.median("trial_computing_s") or own_s, step_s, depth, schedule)
@@ -50,7 +51,7 @@ def by_tune(record: StepRecord, train: TrainOptions, machine: Machine, depth: in
 def by_plan(train: TrainOptions, machine: Machine) -> float | None:
     """Seconds of the engine's own split on one GPU with these rates; None where the budgets are too small for any.
 
-    `plan` asks what a machine has and leaves a part of it to others; here the budgets are what a run may take.
+    `plan` is given what a machine has, and leaves a part of that to others; here the budgets are what a run may take.
     """
     from tierstore.apps.plan import PlanOptions, situation_of
     from tierstore.plan.memory import activation_bytes

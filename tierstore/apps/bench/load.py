@@ -66,7 +66,7 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
 
 
 def prepare(options: BenchOptions, scratch: Path) -> None:
-    """A checkpoint of bf16 tensors of random bits, its pack, and the same for torch.load; the checkpoint then goes."""
+    """Makes a checkpoint of random bf16 tensors, its pack, and the same for torch.load; then removes the checkpoint."""
     from tierstore.archive.packing import PackOptions, pack
     from tierstore.archive.sources import open_source
 

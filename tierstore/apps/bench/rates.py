@@ -29,7 +29,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 
     measure = rates_for(TrainOptions(nvme=(Path(options["directory"]),), device=options["device"]))
 
-    layers = _layers_of(measure())  # what they do; how long it takes, each round says
+    layers = _layers_of(measure())  # what they do; each round measures how long they take
 
     def run_round(number: int) -> tuple[float, dict[str, float]]:
         begun_s = time.perf_counter()
@@ -70,7 +70,7 @@ def _layers_of(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _pass(layer: Mapping[str, Any], name: str) -> str:
-    """The figure of a pass; named by what the layer is, for rounds may leave out others as too slow."""
+    """The name of a pass's figure, from what the layer is, because rounds may leave out other layers as too slow."""
     return f"{layer['kind']} of {layer['dtype']} {json.dumps(layer['work'])}, {name}"
 
 

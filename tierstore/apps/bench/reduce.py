@@ -41,7 +41,7 @@ def _called(cap: str) -> str:
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
-    """All at once: idle ranks only wait."""
+    """All in one heat, because idle ranks only wait."""
     shared: dict[str, Any] = {**MODEL, "steps": _STEPS, "scratch": str(scratch)}
     heat = [ours(_called(name), "reduce_worker", bucket=cap, delayed=False, **shared) for name, cap in _CAPS.items()]
     heat.append(ours(_DELAYED, "reduce_worker", bucket=_DEFAULT, delayed=True, **shared))
@@ -65,7 +65,7 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
 
 
 def _optimum(results: Results) -> Iterator[Row]:
-    """The best cap that was measured, and the model's, each with the step that it makes."""
+    """The best cap that was measured, and the model's, each with its step; and each step as the model predicts it."""
     measured = {cap: seconds for cap in _CAPS if (seconds := results[_called(cap)].median("seconds")) is not None}
     best = min(measured, key=lambda cap: measured[cap], default=None)
     usual = results[_called("25 MiB")]
@@ -89,7 +89,7 @@ def _optimum(results: Results) -> Iterator[Row]:
 
 
 def _as_the_model_sees(result: Result) -> tuple[list[Gradient], CostModel]:
-    """Its gradients as they came without reduction, at the pace of the rounds; and what collectives cost it."""
+    """Its gradients as they came without reduction, at the pace of the rounds; and its cost model of collectives."""
     came = result.facts["gradients"]
     last_s = max(ready_s for _, ready_s in came)
     pace = (result.median("alone_s") or last_s) / last_s

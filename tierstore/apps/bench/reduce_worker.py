@@ -1,12 +1,12 @@
 """A backward whose gradients two gloo ranks reduce, as one contestant: rank 0, which starts and ends rank 1.
 
 Scope: `contend`, and rank 1's loop. Not here: which ways of reducing there are (`reduce.py`).
-Owner: rank 1 is a child of this process; it ends with it, for then its wait for the next round fails.
+Owner: rank 1 is a child of this process and ends with it, because then its wait for the next round fails.
 
-A round is some steps, each once with its gradients reduced and once without (`no_sync`), in turns, and once the
-collectives of the same buckets with nothing beside them. So `hidden_share = 1 - (step - alone) / collectives` is told
-of every way in the same manner, torch's DDP too; below 0 is told as 0: ranks that share cores compute more slowly while
-they reduce.
+A round is some steps, each once with its gradients reduced and once without (`no_sync`), in turns, and then once the
+collectives of the same buckets with nothing beside them. So `hidden_share = 1 - (step - alone) / collectives` is
+computed in the same way for all contestants, torch's DDP too. A share below 0 counts as 0: ranks that share cores
+compute more slowly while they reduce.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ Together = Callable[[], "tuple[float, dict[str, float]]"]
 
 @contextlib.contextmanager
 def _joined(options: dict[str, Any], meeting: str, rank: int) -> Iterator[tuple[dict[str, Any], Together]]:
-    """What a rank does in a round, which begins on all of them at once."""
+    """Joins the ranks; gives the facts, and what a rank does in a round, which begins on all ranks at once."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    # Not by a file:// URL, which takes the first part of a relative path for a host. Ranks meet within its 5 minutes.
+    # Not by a file:// URL, which takes the first part of a relative path for a host. The store waits 5 minutes.
     store = distributed.FileStore(meeting, _RANKS)  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=_IDLE)
     module = stack_of_layers(options["layers"], options["width"])
@@ -132,7 +132,7 @@ def shares(step_s: float, alone_s: float, collectives: float) -> dict[str, float
 
 
 def collectives_s(buckets: Sequence[int]) -> float:
-    """All of them in turn, with nothing beside."""
+    """Seconds of all collectives, one after the other, with nothing beside them."""
     flat = torch.zeros(max(buckets) // 4)
     distributed.barrier()
     begun_s = time.perf_counter()
@@ -142,7 +142,7 @@ def collectives_s(buckets: Sequence[int]) -> float:
 
 
 def _readiness(module: nn.Module, data: torch.Tensor, reducer: GradientReducer) -> list[tuple[int, float]]:
-    """Bytes of the gradients in the order in which a step makes them, and when; nothing is reduced."""
+    """Bytes of the gradients in the order in which a step makes them, and when each is ready; nothing is reduced."""
     found: list[tuple[int, float]] = []
     begun_s = 0.0
 

@@ -91,7 +91,7 @@ def context_of(case: str, options: BenchOptions, outcomes: Sequence[Outcome]) ->
 
 
 def _command(case: str, options: BenchOptions) -> str:
-    """What gives the same run: every option that is not the default."""
+    """The command line of the same run: every option that is not the default."""
     words = ["tierstore", "bench", case]
     for one in fields(options):
         given = getattr(options, one.name)
@@ -136,7 +136,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _short(value: float) -> str:
-    """Three digits, and never an exponent for what is large."""
+    """Three digits, and never an exponent for a large number."""
     return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
@@ -146,7 +146,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _stolen(outcome: Outcome) -> list[str]:
-    """What the host of a virtual machine took, where it is much: it is in everybody's seconds."""
+    """The cores' time that the host of a virtual machine took, if much: it is in the seconds of all contestants."""
     shares = {name: statistics.median(one.stolen for one in result.answers)
               for name, result in outcome.results.items() if result.answers}  # fmt: skip
     told = "; ".join(f"{share:.0%} in the rounds of {name}" for name, share in shares.items() if share >= _MUCH_STOLEN)

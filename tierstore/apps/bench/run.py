@@ -1,7 +1,7 @@
 """One run of `tierstore bench`: its cases one after the other.
 
 Scope: room on the disk, a scratch directory, heats, rows. Not here: what a person sees of it (`report.py`).
-Owner: the scratch directory goes at the end of a case, whatever that end is.
+Owner: the scratch directory is removed at the end of a case, however it ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def cases_of(name: str, device: str = "cpu") -> list[Case]:
-    """The case of a name, or `all` of them; on CUDA that is what needs a GPU, within minutes.
+    """The case of a name, or all of them for `all`; on CUDA `all` is the one case that needs a GPU, some minutes.
 
     Raises:
         ConfigError: no such case.
@@ -49,7 +49,7 @@ def refuse_unread(options: BenchOptions, given: Sequence[str], cases: Sequence[C
     """Refuses an option that would change nothing.
 
     Args:
-        given: the names of those that were given.
+        given: the names of the options that were given.
 
     Raises:
         ConfigError: no case reads it, or compares with that peer.
@@ -83,7 +83,7 @@ def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
 
 
 def clear_left(options: BenchOptions) -> list[str]:
-    """Removes what runs that were killed have left on the disk, and says so."""
+    """Removes what killed runs have left on the disk, and says so."""
     return [f"removed {path}, of a run that was killed" for path in clear_scratch(options.nvme, _SCRATCH)]
 
 
@@ -100,14 +100,14 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
     """All heats of a case.
 
     Args:
-        keep: called after each heat, also one that is interrupted, with all that is known by then; contestants of later
-            ones are in it as missing.
+        keep: called after each heat, also after one that is interrupted, with all that is known by then; contestants of
+            later heats are in it as missing.
     """
     with scratch(options.nvme, _SCRATCH) as directory:
         tell(f"{case.name}: makes ready", 0.0)
         try:
             case.prepare(options, directory)
-        except (OSError, RuntimeError) as error:  # torch.save says a full disk so
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk by a RuntimeError
             raise StorageError(f"bench {case.name} cannot make its files in {options.nvme}: {error}") from error
         heats = case.heats(options, directory)
         results = {one.name: Result(one, trouble=_NOT_YET) for heat in heats for one in heat}

@@ -1,4 +1,4 @@
-"""The side of a contestant: it makes ready, then does a round for each line that it is sent.
+"""The side of a contestant: it gets ready, then runs a round for each line that it receives.
 
 Scope: JSON lines on stdin and the first stdout. The same code serves our own workers and, linked from `tools/peers/`,
     drivers in the peers' Python, which knows nothing of tierstore: standard library only.
@@ -26,24 +26,24 @@ _LOOK_S = 0.2
 
 
 def peak_rss_bytes() -> int:
-    """Of this process; what getrusage says would begin with that of the process that started it."""
+    """Of this process; that of getrusage would include the peak of the process that started it."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
 
 class Missing(Exception):
-    """What this contestant needs is not here; said in words."""
+    """Something that this contestant needs is missing; the message says what."""
 
 
 def serve(contend: Contend) -> None:
     """Answers until stdin ends.
 
     Args:
-        contend: takes the options of the command line; what it gives is facts (`versions` among them), and a round.
+        contend: called with the options of the command line; gives facts (`versions` among them), and a round.
     """
     _end_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not count as an answer
 
     def tell(**answer: Any) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -65,16 +65,16 @@ def serve(contend: Contend) -> None:
 def _end_with(asker: int) -> None:
     """If the process that asks is killed, this one ends at once, with its children, wherever it is.
 
-    It would read the end of stdin only after its round, which may take minutes and is nobody's any more.
+    Otherwise it would see the end of stdin only after its round, which may take minutes and which nobody waits for.
     """
 
     def watch() -> None:
         stdin = select.poll()
         stdin.register(0, 0)
         stdin.poll()  # until the other end is closed
-        while os.getppid() == asker:  # which asks for an orderly end
+        while os.getppid() == asker:  # alive, it asks for an orderly end
             time.sleep(_LOOK_S)
-        with contextlib.suppress(OSError):  # the arena has made it a group of its own
+        with contextlib.suppress(OSError):  # the arena has made this process a group of its own
             os.killpg(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 

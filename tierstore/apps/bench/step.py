@@ -35,7 +35,7 @@ from tierstore.config import MicroBatchSchedule, format_size, parse_size
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
-_GPU_MEMORY = "256MiB"  # here and below of bf16; of fp32 twice as much, as weights and gradients are twice as large
+_GPU_MEMORY = "256MiB"  # here and below for bf16; fp32, with twice the bytes, gets twice as much
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
 _SEQUENCE = 64
 _ROOMY_GPU_MEMORY = "1GiB"  # weights and gradients stay on the device
@@ -43,11 +43,11 @@ _ROOMY = {"cpu_memory": "4GiB"}
 _RARE = 50
 _MICRO_BATCHES = 8
 _STATE_BYTES, _ITEM_BYTES = {"bf16": 22.0, "fp32": 20.0}, {"bf16": 2.0, "fp32": 4.0}
-"""What a parameter costs the disk: its state read and written, and its weights written; its weights read in both passes
-of each micro-batch, if they do not fit in CPU memory; likewise its gradient, written and read."""
+"""Disk bytes of a parameter. First: its state, read and written, and its weight, written. Second: its weight, read in
+both passes of each micro-batch if weights do not fit in CPU memory; likewise its gradient, written and read."""
 _STORE_BYTES = 2**32  # two slots of 14 B for 124M parameters, and some room
 _LARGE_STORE_BYTES = 48 * 10**9  # of 1.56e9
-_MOST_STORES = 5  # of a heat: four of ours and DeepSpeed's
+_MOST_STORES = 5  # in one heat: four of ours and DeepSpeed's
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,14 @@ class Own:
 
     Attributes:
         options: of `TrainOptions`, apart from those that all have.
-        heat: what it takes turns with.
-        gpu_memory: of bf16, where the GPU tier is not a part of `cpu_memory`.
-        vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
-        vs_all_rss: most of that one's peak memory.
-        vs_floor: most of its own floor.
-        vs_horizontal: least speed against the same micro-batches one after the other.
+        heat: the heat in which it takes turns.
+        gpu_memory: for bf16, where the GPU tier is not a part of `cpu_memory`.
+        vs_torch: upper bound of its step, in steps of torch in memory.
+        vs_all: lower bound of its speed, in speeds of DeepSpeed with all state on disk.
+        vs_all_rss: upper bound of its peak memory, as a part of that DeepSpeed's.
+        vs_floor: upper bound of its step, in multiples of its own floor.
+        vs_horizontal: lower bound of its speed, in speeds of the same micro-batches one after the other.
+        most_rss: upper bound of its peak memory, in bytes.
     """
 
     name: str
@@ -103,11 +105,11 @@ _1_5B = {"cpu_memory": "4GiB", "preset": "1.5b"}
 _LARGE = tuple(
     Own(f"tierstore, {name}", name, _1_5B | options, gpu_memory="320MiB", vs_floor=1.25, most_rss=int(5.5 * 2**30))
     for name, options in (
-        ("1.5b, 4GiB, speculative, clipped at 1000", {"update": "speculative", "clip": 1000.0}),  # norms are under it
+        ("1.5b, 4GiB, speculative, clipped at 1000", {"update": "speculative", "clip": 1000.0}),  # norms are lower
         ("1.5b, 4GiB, forward", {"update": "forward"}),
     )
 )
-"""One after the other, for each takes 48 GB."""
+"""One after the other, because each takes 48 GB."""
 _COST = "tierstore, tiny groups"
 
 
@@ -115,7 +117,7 @@ def _own(options: BenchOptions) -> list[Own]:
     if options.large:
         return list(_LARGE)
     if options.curve:
-        budgets = CURVE if options.dtype != "fp32" else CURVE[1:]  # too small for what is twice as large
+        budgets = CURVE if options.dtype != "fp32" else CURVE[1:]  # the first is too small for fp32
         return [Own(f"tierstore, {budget}, memory kept", "curve", {"cpu_memory": budget} | _KEPT) for budget in budgets]
     return [own for own in _OWN if options.heat in (None, own.heat)]
 
@@ -138,7 +140,7 @@ _MODES = {"disk": {"all": _ALL}, "memory": {"cpu": "DeepSpeed, CPU memory"},
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
-    """Those that are compared are alive together; not all are, for DeepSpeed alone takes 7 GB."""
+    """Contestants that are compared are alive together; not all are, because DeepSpeed alone takes 7 GB."""
     found: dict[str, list[Contestant]] = {}
     for index, own in enumerate(_own(options)):
         train = train_options(own, options, scratch / f"store-{index}")
@@ -166,12 +168,12 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
 
 
 def _as_commands(contestant: Contestant) -> Contestant:
-    """With the threads that `train` and `tune` ask for."""
+    """With the short spins of threads that `train` and `tune` ask for."""
     return replace(contestant, environment={**contestant.environment, **short_spins(os.environ)})
 
 
 def train_options(own: Own, options: BenchOptions, store: Path) -> dict[str, Any]:
-    """The options of `train`, as its file of options has them."""
+    """The options of `train`, as in its file of options."""
     common: dict[str, Any] = {
         "preset": "124m", "dtype": options.dtype, "batch": 1, "sequence": _SEQUENCE, "lr": 1e-4, "weight_decay": 0.01,
         "device": options.device, "evaluate": 0,
@@ -230,7 +232,7 @@ def _bars(own: Own, result: Result, results: Results, memory: float | None, floo
 
 
 def floor_of_step(result: Result, machine: Machine | None, computing_s: float | None) -> tuple[float | None, str]:
-    """The longer of computing and what the step itself moved, at the rates of the same run."""
+    """The longer of computing and of moving the step's bytes, at the rates of the same run; and what that is."""
     read, written = result.median("read_bytes"), result.median("written_bytes")
     if machine is None or computing_s is None or read is None or written is None:
         return None, ""
@@ -285,10 +287,10 @@ def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
 def _predicted_s(
     own: Own, options: BenchOptions, results: Results, records: dict[tuple[str, str], StepRecord]
 ) -> dict[str, float | None]:
-    """By the command that says so; `tune` does not know of micro-batches, and `plan` not of those side by side.
+    """By command; `tune` predicts no steps of several micro-batches, and `plan` none with micro-batches side by side.
 
     Args:
-        records: kept by who recorded and who tried, for to calibrate one takes seconds.
+        records: calibrated records by recorder and trial, kept because to calibrate one takes seconds.
     """
     machine, train = rates.machine_of(results[_rates(own.heat)]), _as_train_options(own, options)
     if train.micro_batches is MicroBatchSchedule.VERTICAL:
@@ -308,14 +310,14 @@ def _predicted_s(
 
 
 def _recorder(own: Own, options: BenchOptions, results: Results) -> tuple[Own, Result]:
-    """What shows how long this one computes: itself, or if it could not record that, one of its heat, or of another."""
+    """The contestant that shows how long this one computes: itself if it recorded that, else another one."""
     others = sorted(_own(options), key=lambda one: one.heat != own.heat)
     found = next((one for one in (own, *others) if "recorded" in results[one.name].facts), own)
     return found, results[found.name]
 
 
 def _tried(own: Own, recorder: Own, options: BenchOptions, results: Results) -> Own:
-    """Whose trial tells of this schedule: its own, or if it recorded nothing, the first of its heat with the same."""
+    """The one whose trial shows this schedule: itself or, if it recorded nothing, the first in its heat that has it."""
     if recorder is own:
         return own
     wanted = (own.heat, own.options.get("update"))

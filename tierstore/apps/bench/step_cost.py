@@ -1,9 +1,9 @@
-"""What the engine itself takes per group and pass: steps of very many very small groups, with and without it.
+"""What the engine itself takes per group and pass: steps of many very small groups, with and without the engine.
 
 Scope: `contend`. The groups do not all fit on the GPU tier, so each is fetched, acquired and released; they compute
-    almost nothing, so what the engine's passes take beyond those of the bare model is its own. Updates run between
-    passes here, so theirs is not counted. The floor is what torch takes for as many hooks that do nothing: on every
-    saved tensor, and on every gradient.
+    almost nothing, so the time that the engine's passes take beyond those of the bare model is its own. Updates run
+    between passes here, so their time is not counted. The floor is what torch takes for as many hooks that do nothing:
+    on every saved tensor, and on every gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tierstore.device.spans import TORCH_DTYPES
 from tierstore.train.engine import Engine
 
 _BLOCKS, _VOCABULARY, _SEQUENCE, _STEPS = 96, 256, 8, 5
-_WIDTH = {"bf16": 160, "fp32": 112}  # a group is 0.6 MB, more than what is copied at once, on the loop
+_WIDTH = {"bf16": 160, "fp32": 112}  # a group is 0.6 MB, too large to be copied directly on the loop
 _MODEL = {"model_type": "gpt2", "vocab_size": _VOCABULARY, "n_layer": _BLOCKS, "n_head": 1, "n_positions": _SEQUENCE,
           "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 

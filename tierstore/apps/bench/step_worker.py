@@ -1,21 +1,23 @@
 """Training steps of our own engine, as one contestant.
 
-Scope: `contend`: an engine as `tierstore train` makes it, and rounds of steps. Not here: what follows (`step.py`).
-Owner: the store goes when the contestant ends.
+Scope: `contend`: an engine as `tierstore train` makes it, and rounds of steps. Not here: the rows (`step.py`).
+Owner: the store is removed when the contestant ends.
 
-[Note: a step's time] Work of a step runs on after `step()` has returned: its update under the next forward, its commit
-until the manifest is durable. A round is a step to get going, K steps that are timed, one more, then `flush()`; so what
-is timed has neighbours on both sides and stands for any step of a long run.
-* A commit each step: the time from a commit that is durable to the K-th one after it, over K. K whole updates and
-  commits lie in between, no more and no less, and it ends with a durable one.
-* Rare commits: none falls into the timed steps, which last from the start of the first to the start of the one after
-  the last, over K; and the flush at the end, a whole commit that nothing hides, over the steps that would share it.
-* No commits: as before, without the flush.
-Speculation begins before the rounds do: steps are taken until one was guessed right. All run at the prefetch depth that
-the engine chooses.
-The steps of a trial follow in each round, by which `tune` is calibrated: the machine is not as fast in every minute.
-`drained_s` is the other figure: from an idle engine through `flush()`, over all K + 2 steps. It is longer, for the
-first step has nothing to hide behind and the last update and commit hide behind nothing.
+[Note: a step's time] Work of a step goes on after `step()` has returned: its update beside the next forward, its commit
+until the manifest is durable. A round is a step to get going, K steps that are timed, one more, then `flush()`; so the
+timed steps have neighbours on both sides and stand for any steps of a long run. The time of a step is:
+* With a commit each step: the time from a durable commit to the K-th one after it, over K. Exactly K whole updates and
+  commits lie in between, and the last of these commits is durable.
+* With rare commits, none of which falls into the timed steps: the time from the start of the first timed step to the
+  start of the step after the last, over K; plus the time of the flush at the end, a whole commit that nothing hides,
+  over the steps that would share it.
+* Without commits: the same, without the flush.
+Speculation begins before the rounds do: steps are run until one guess was right. All steps run at the prefetch depth
+that the engine chooses.
+Each round ends with the steps of a trial, by which `tune` is calibrated, because a machine's speed varies from minute
+to minute.
+`drained_s` is the other figure: from an idle engine through `flush()`, over all K + 2 steps. It is longer, because
+nothing hides the start of the first step, or the update and commit of the last.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class SameTokens:
 
 
 class LoopLag:
-    """How late a timer of the engine's loop is: what a completion waits there for its turn."""
+    """How late a timer of the engine's loop is, which is how long a completion waits there for its turn."""
 
     def __init__(self, engine: Engine) -> None:
         self.late_s: list[float] = []
@@ -108,18 +110,18 @@ class Stepper:
     clip: float
 
     def step(self) -> tuple[StepReport, bool]:
-        """One step, and whether it was updated within backward because a guess was right: neither rested nor redone."""
+        """One step, and whether a right guess updated it inside backward: speculation neither rested nor redid it."""
         report = self.engine.train_step(self.batches, schedule=self.schedule.value)
         is_plain = report.grad_norm is not None and report.grad_norm < self.clip
         return report, is_plain and self.engine._parts.driver.is_speculating
 
     @property
     def speculates(self) -> bool:
-        """Whether steps may be updated within backward by a guess, asked for or not."""
+        """Whether steps may be updated inside backward by speculation, asked for or not."""
         return self.engine._parts.driver.may_guess
 
     def warm_speculation(self) -> None:
-        """Until a guess was right."""
+        """Runs steps until a guess was right."""
         if not any(self.step()[1] for _ in range(_MOST_WARMING_STEPS)):
             raise RuntimeError(f"speculation rests: gradients of {_MOST_WARMING_STEPS} steps were clipped")
 
@@ -156,9 +158,9 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 
 
 def is_recorded(train: TrainOptions) -> bool:
-    """Whether its steps show what the model's computing takes: no update runs inside backward.
+    """Whether its steps show how long the model computes: no update runs inside backward.
 
-    Where speculation was not asked for, those of a loop of one's own do: they are no whole steps.
+    If speculation was not asked for, those of `Trial.step` do: only whole steps (`train_step`) speculate by themselves.
     """
     return train.accumulate == 1 and train.update is not UpdateSchedule.SPECULATIVE
 
@@ -193,7 +195,7 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
         engine.flush()
         rested_s = time.perf_counter()
         step_s = _step_s(train, steps, starts_s, rested_s, commits.ends_s)
-        # Of the whole round, at rest on both sides: a report counts what moved meanwhile, not what its step caused.
+        # Of the whole round, at rest before and after: a report counts what moved during a step, not what it caused.
         after = engine.statistics()
         links = ("nvme_read", "nvme_write")
         moved = [(after["bytes"][link] - before["bytes"][link]) / (steps + 2) for link in links]
@@ -213,7 +215,7 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
 
 
 def _spilled_bytes(engine: Engine) -> int:
-    """Of gradients, written to the disk and read again since the engine was made."""
+    """Bytes of gradients, written to the disk and read again since the engine was made."""
     return sum(pack.moved_bytes for pack in engine._parts.store.files.packs[2:])
 
 
@@ -232,7 +234,7 @@ def _step_s(
 
 
 def _figures(stepper: Stepper, taken: Sequence[tuple[StepReport, bool]]) -> dict[str, float]:
-    """Of the timed steps; `computing_s` of the first, which has no update beside it unless that is in its backward."""
+    """Of the timed steps; `computing_s` of the round's first one, with no update beside it, except in its backward."""
     timed, (first, _) = taken[1:-1], taken[0]
     phases = ("forward", "backward", "wait")
     figures = {f"{name}_s": statistics.fmean(one.seconds[name] for one, _ in timed) for name in phases}
