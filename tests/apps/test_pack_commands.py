@@ -96,7 +96,7 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str, monkeypatch: pyt
 def test_a_part_of_a_checkpoint_is_packed_under_its_own_names(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": {"w": torch.zeros(3)}, "epoch": 3}, tmp_path / "a.pt")
     told = run("pack", tmp_path / "a.pt", tmp_path / "all.safetensors").output
-    assert "left out, for they are no tensors: 'epoch'" in told
+    assert "left out, because they are not tensors: 'epoch'" in told
     assert "names begin with 'model', 'optimizer': --below model packs what is there, under its own names" in told
     told = run("pack", "--below", "model", tmp_path / "a.pt", tmp_path / "model.safetensors").output
     assert "left out" not in told
@@ -246,9 +246,9 @@ def test_a_signal_does_not_wait_for_what_only_computes(
         (["pack", "a", "out", "--memory", "lots"], 2, "not a size"),
         (["pack", "a", "out", "--chunk", "5000"], 2, "a chunk of 5000 B is not a multiple of 4096"),
         (["pack", "a", "out", "--codec", "auto", "--read-rate", "0/s"], 2, "--read-rate 0 reads nothing"),
-        (["pack", "a", "out", "--read-rate", "2GB"], 2, "--read-rate is of --codec auto, which is not given"),
+        (["pack", "a", "out", "--read-rate", "2GB"], 2, "--read-rate needs --codec auto"),
         (["unpack", "a", "out", "--shard-size", "0"], 2, "--shard-size must be at least 64KiB, not 0 B"),
-        (["unpack", "a", "b.pt", "--shard-size", "5GB"], 2, "--shard-size is of a directory, and b.pt is"),
+        (["unpack", "a", "b.pt", "--shard-size", "5GB"], 2, "--shard-size needs a directory, and b.pt is"),
         (["pack", "a", "out", "--json", "nowhere/x"], 2, "its directory is missing or not writable"),
         (["verify", "a", "--json", "."], 2, "it is a directory; give the name of a file"),
         (["pack", "a", "away"], 2, "/away is a link to no directory"),

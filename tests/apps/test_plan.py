@@ -134,8 +134,8 @@ def test_measured_rates(tmp_path: Path) -> None:
     assert situation_of(PlanOptions(params="7e9", bandwidth=path)).layout.gpus == 1  # this machine, not a named one
     assert situation_of(PlanOptions(params="7e9", bandwidth=path, machine="dgx-h100")).layout.gpus == 8
     assert plan(PlanOptions(params="7e9", bandwidth=path)).notes[-1] == (
-        "these rates do not tell all sizes: for --gpu-memory, --cpu-memory, --nvme-capacity, not given, stand those "
-        "of a dgx-h100"
+        "these rates do not tell all sizes: those of a dgx-h100 are taken for --gpu-memory, --cpu-memory, "
+        "--nvme-capacity"
     )
 
 
@@ -154,8 +154,8 @@ def test_sizes_of_the_machine_that_was_measured(tmp_path: Path) -> None:
     assert named.cpu_bytes == NODES["dgx-h100"].cpu_bytes
     path.write_text(json.dumps(replace(NODES["laptop"].rates, sizes=replace(sizes, gpu_bytes=None)).to_json()))
     assert situation_of(asked).node.gpu_bytes == NODES["dgx-h100"].gpu_bytes
-    assert "for --gpu-memory, not given, stand those of a dgx-h100" in plan(asked).notes[-1]
-    with pytest.raises(ConfigError, match="--disks is of --machine"):
+    assert "those of a dgx-h100 are taken for --gpu-memory" in plan(asked).notes[-1]
+    with pytest.raises(ConfigError, match="--disks needs --machine"):
         plan(replace(asked, disks=2))
 
 
@@ -212,7 +212,7 @@ def test_weights_hide_behind_layers_as_they_were_timed(tmp_path: Path) -> None:
     for nodes, zero, share in ((1, 3, 1), (2, 3, 1), (2, 0, 2)):  # nodes that share nothing out stream all of it each
         more = plan(replace(asked, nodes=nodes, batch=nodes, zero=zero, accumulate=4))
         assert any(f"behind computing from {share * needed:,.0f} tokens" in one for one in sentences(more))
-    with pytest.raises(ConfigError, match="--flops is of a GPU, and these rates are of a machine without: give"):
+    with pytest.raises(ConfigError, match="--flops is that of a GPU, and these rates are of a machine without: give"):
         plan(replace(asked, flops=1e12))
 
 

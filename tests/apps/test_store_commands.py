@@ -97,7 +97,7 @@ def test_the_last_generation_is_shown_and_verified(
     data[bad.offset + bad.stored_bytes - 1] ^= 1
     bad.path.write_bytes(data)
     result = run.invoke(app, ["verify", *paths, "--memory", "1TiB"], env=WIDE)
-    assert (result.exit_code, "a run does without these headers" in result.stderr) == (1, True), result.output
+    assert (result.exit_code, "a run does not need these headers" in result.stderr) == (1, True), result.output
 
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)

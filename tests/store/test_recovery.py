@@ -476,7 +476,7 @@ class TestAnotherStore:
                 run.until(steps)
         mixed = [tmp_path / "one" / "store0", tmp_path / "two" / "store1"]
         before = {path: path.read_bytes() for directory in mixed for path in directory.iterdir()}
-        assert "are not of one store: give all" in refuse(one, tmp_path, ConfigError, nvme=mixed)
+        assert "belong to different stores: give all" in refuse(one, tmp_path, ConfigError, nvme=mixed)
         assert {path: path.read_bytes() for directory in mixed for path in directory.iterdir()} == before
         with opened(two, tmp_path / "two") as run:
             assert run.engine.step_count == 2
@@ -570,7 +570,7 @@ class TestAnotherStore:
         assert f"no generation in {tmp_path / 'new'}, {told}" in message
         shutil.rmtree(tmp_path / "store1")
         (tmp_path / "before").rename(tmp_path / "store1")
-        of_times = r"written \(or the directories were copied at different times\); of .*; restore the store from a copy, or"
+        of_times = r"\(or the directories were copied at different times\); of .*; restore the store from a copy"
         with pytest.raises(ChecksumMismatch, match=of_times), opened(way, tmp_path, cpu_memory="64MiB") as run:
             run.until(4)
         message = refuse(way, tmp_path, ChecksumMismatch, resume="previous", cpu_memory="64MiB")

@@ -1065,7 +1065,7 @@ def test_directories_of_another_store_are_left_alone(tmp_path: Path) -> None:
         other = tmp_path / "other"
         async with opened(tmp_path, nvme=[other]) as store:
             await store.put("b", block(2, 50000), tier=Tier.NVME)
-        with pytest.raises(ConfigError, match=f"x and {other} are not of one store"):
+        with pytest.raises(ConfigError, match=f"x and {other} belong to different stores"):
             async with opened(tmp_path, nvme=[both[0], other]):
                 pass
         async with opened(tmp_path, nvme=[other]) as store:

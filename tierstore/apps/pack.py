@@ -72,7 +72,7 @@ def run_pack(
         Timeout: a disk does not answer.
     """
     if read_bytes_per_s is not None and codec is not Codec.AUTO:
-        raise ConfigError("--read-rate is of --codec auto, which is not given")
+        raise ConfigError("--read-rate needs --codec auto")
     if read_bytes_per_s is not None and read_bytes_per_s <= 0:
         raise ConfigError("--read-rate 0 reads nothing: give bytes per second, such as 2GB")
     with Attended("pack", timeout_s) as attended:

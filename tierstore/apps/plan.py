@@ -146,7 +146,7 @@ def _sizes_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
         "--nvme-capacity": has is None and asked.nvme_capacity is None,
     }
     guessed = ", ".join(option for option, is_unknown in unknown.items() if is_unknown)
-    told = f"these rates do not tell all sizes: for {guessed}, not given, stand those of a {_DEFAULT_MACHINE}"
+    told = f"these rates do not tell all sizes: those of a {_DEFAULT_MACHINE} are taken for {guessed}"
     return (told,) if guessed else ()
 
 
@@ -227,7 +227,7 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
         node = node.with_gpus(gpus)
     if asked.disks is not None:
         if _is_measured(asked):
-            raise ConfigError("--disks is of --machine: rates are those of all disks that were measured, together")
+            raise ConfigError("--disks needs --machine: measured rates are those of all disks together already")
         node = node.with_disks(asked.disks)
     rates = _rates(asked, node.rates)
     name = f"{node.name}, changed"
@@ -298,7 +298,7 @@ def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
     if asked.bandwidth is not None:
         rates = read_table(asked.bandwidth)
         if _is_measured(asked) and rates.layers and asked.flops is not None and asked.gpu_memory is None:
-            raise ConfigError("--flops is of a GPU, and these rates are of a machine without: give --gpu-memory, too")
+            raise ConfigError("--flops is that of a GPU, and these rates are of a machine without: give --gpu-memory")
         if asked.machine is not None or asked.flops is not None:
             rates = _without_computing(rates)
     if asked.nvme_read is not None or asked.nvme_write is not None:

@@ -72,10 +72,10 @@ class TuneOptions:
         if self.train.accumulate != 1:
             raise ConfigError("a step of several micro-batches is not predicted: tune without --accumulate")
         if self.train.update is UpdateSchedule.DELAYED:
-            raise ConfigError("--update delayed is not predicted, a step late as it is: tune with another --update")
+            raise ConfigError("--update delayed, a step late, is not predicted: tune with another --update")
         if self.train.update is UpdateSchedule.BACKWARD and self.train.needs_norm:  # as `train` would
             raise ConfigError(
-                "--update backward cannot know clipping by the global norm, or fp16 loss scaling, in time: give "
+                "--update backward applies gradients too early for clipping or fp16 loss scaling: give "
                 "--clip 0 and another --dtype, or --update forward or speculative"
             )
         if wrong := [depth for depth in self.depths if depth not in DEPTHS]:

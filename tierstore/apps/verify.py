@@ -40,7 +40,7 @@ from tierstore.store.verification import CommittedChunk, committed_chunks, damag
 _STORE_TIMEOUT_S = TierConfig().timeout_s
 _OF_A_PACK = "pack again, or restore the files from a copy"
 _OF_CHUNKS = "--resume previous goes back one generation, if all chunks of that are whole; else restore it from a copy"
-_OF_HEADERS = "a run does without these headers; what else opens the files needs a copy that is whole"
+_OF_HEADERS = "a run does not need these headers; other programs that open the files need an undamaged copy"
 _TIMES = 3  # attempts to read a store whose run goes on
 
 
@@ -137,7 +137,8 @@ def _verify_last(
 
 
 def _of_header(path: Path, nbytes: int) -> Damage:
-    return Damage(path, 0, nbytes, "", (), f"damaged: the header of {path}, which a run does without, others do not")
+    message = f"damaged: the header of {path}, which a run does not need, but other programs do"
+    return Damage(path, 0, nbytes, "", (), message)
 
 
 def _largest(chunks: Sequence[CommittedChunk]) -> int:

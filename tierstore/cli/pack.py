@@ -81,7 +81,7 @@ def pack(
         if json is not None:
             write_object(json, pack_json(summary), "--json")
         if left_out := summary.source.left_out:
-            say(f"left out, for they are no tensors: {listed(left_out)}")
+            say(f"left out, because they are not tensors: {listed(left_out)}")
         if nested := summary.source.nested:
             say(f"names begin with {listed(nested)}: --below {nested[0]} packs what is there, under its own names")
 
@@ -117,7 +117,7 @@ def unpack(
         if options.shard_bytes < 2**16:
             raise ConfigError(f"--shard-size must be at least 64KiB, not {format_size(options.shard_bytes)}")
         if shard_size is not None and options.names_a_file:
-            raise ConfigError(f"--shard-size is of a directory, and {destination} is the name of one file")
+            raise ConfigError(f"--shard-size needs a directory, and {destination} is the name of one file")
         check_outputs(sources, json=json)
         console = Console()
         with interruptible(_INTERRUPTED):

@@ -72,7 +72,7 @@ def tune(
         if Launch.of(os.environ).count > 1:
             raise ConfigError("tune runs on one rank: start it without torchrun")
         if not measure and (unread := [name for name in given_options(context) if name in _OF_MEASURE]):
-            raise ConfigError(f"{as_option(unread[0])} is of --measure, which is not given")
+            raise ConfigError(f"{as_option(unread[0])} needs --measure")
         train = TrainOptions(
             preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
             nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, clip=clip, update=update, chunk=chunk,

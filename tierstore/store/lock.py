@@ -80,7 +80,7 @@ class StoreLock(ForkAware):
                 is_there = is_at(path, descriptor)
             if not is_there:
                 raise StorageError(
-                    f"{path.parent}, or its file {path.name!r}, was moved, replaced or removed while the store was in "
+                    f"{path.parent} (or its file {path.name!r}) was moved, replaced or removed while the store was in "
                     "use, so nothing more is committed there; if it was moved, its last "
                     "generation is whole where it is now: move it back, and go on with resume='auto'"
                 )

@@ -115,8 +115,8 @@ class Given:
         if ended is not None:
             warn_caller(
                 f"the {ended} that has set the learning rates of this run is replaced by the {self._schedule_kind}, "
-                "which begins as in a new run, from the rates that the store keeps; to keep the former, make the engine with "
-                "it before another step"
+                "which begins as in a new run, from the rates that the store keeps; to keep the former, make the "
+                "engine with it before another step"
             )
 
     def tell_what_is_left(self) -> None:

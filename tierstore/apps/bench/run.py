@@ -62,7 +62,7 @@ def refuse_unread(options: BenchOptions, given: Sequence[str], cases: Sequence[C
     readers = {name: [case.name for case in cases_of("all") if name in case.reads] for name in given}
     for name, known in readers.items():
         if known and not any(name in case.reads for case in cases):
-            raise ConfigError(f"{as_option(name)} is of {' and '.join(known)}: nothing that would run reads it")
+            raise ConfigError(f"{as_option(name)} is used only by {' and '.join(known)}, which would not run")
 
 
 def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
