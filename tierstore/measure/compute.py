@@ -1,6 +1,6 @@
-"""What threads and memory do: copies, codecs, checksums, Adam.
+"""Loads of threads and memory: copies, codecs, checksums, Adam.
 
-Scope: one load each, on the bytes and in the way that the engine has.
+Scope: one load for each, on the same kind of bytes and in the same way as in the engine.
 Not here: the device and its link (`links.py`), files (`disk.py`).
 Owner: the caller owns the memory that loads are made over.
 """
@@ -32,7 +32,7 @@ _COEFFICIENTS = AdamCoefficients(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weig
 
 
 def memory_copies(memory: Bytes) -> Load:
-    """Copies within memory, on all cores; counted once."""
+    """Copies within memory, on all cores; each byte counts once."""
     threads = update_threads()
     size = min(_COPY_BYTES, memory.nbytes // (2 * threads))
     pairs = [(memory[i * size :][:size], memory[(i + 1) * size :][:size]) for i in range(0, 2 * threads, 2)]
@@ -44,7 +44,7 @@ def memory_copies(memory: Bytes) -> Load:
 
 
 def checksums(memory: Bytes) -> Load:
-    """The checksum of a chunk, on one thread; each time of another one, as the disk leaves them: not in the caches."""
+    """Checksums of chunks, on one thread; each time of another chunk, which is not in the caches, as after a read."""
     size = min(_CHECKED_BYTES, memory.nbytes)
     chunks = (memory[start : start + size] for start in range(0, memory.nbytes - size + 1, size))
     return Load(by_turns(chunks, digest), size)
@@ -53,7 +53,7 @@ def checksums(memory: Bytes) -> Load:
 def adam(dtype: str) -> Load:
     """One update per thread at a time, each of a chunk of its own."""
     threads = update_threads()
-    item, one = (np.float32, 1.0) if dtype == "fp32" else (np.uint16, 0x3F80)  # bits of a bf16 one
+    item, one = (np.float32, 1.0) if dtype == "fp32" else (np.uint16, 0x3F80)  # bits of 1.0 in bf16
     chunks = [
         (np.zeros(_ADAM_ELEMENTS, item), np.zeros(_ADAM_ELEMENTS * state_bytes_per_element(dtype), np.uint8),
          np.full(_ADAM_ELEMENTS, one, item))
@@ -65,7 +65,7 @@ def adam(dtype: str) -> Load:
 
 
 def norms() -> Load:
-    """Sums of squares of bf16 gradients, each thread over one of its own."""
+    """Sums of squares of bf16 gradients, each thread over a chunk of its own."""
     threads = update_threads()
     chunks = [
         (np.full(_ADAM_ELEMENTS, 0x3F80, np.uint16), np.zeros(-(-_ADAM_ELEMENTS // BLOCK))) for _ in range(threads)
@@ -85,9 +85,9 @@ class CodecLoads:
 
 
 def codecs() -> Mapping[str, CodecLoads]:
-    """Every codec that there is to choose, by name (`lz4 bf16`), on random weights: normal, as after initialization.
+    """Every codec that compresses, by name (`lz4 bf16`), on random weights: normal, as after initialization.
 
-    A rate is about that of trained weights; what a codec saves is measured on a person's own.
+    The rates are about those of trained weights; what a codec saves is measured on the user's own.
     """
     weights = (np.random.default_rng(0).standard_normal(_CODEC_BYTES // 4) * 0.02).astype(np.float32)
     bf16 = (weights.view(np.uint32) >> 16).astype(np.uint16)

@@ -1,9 +1,9 @@
-"""Reads and writes of one directory, in blocks, by several threads.
+"""Reads and writes in one directory, in blocks, by several threads.
 
-Scope: a temporary file, loads that read, write or do both, whether there is room.
+Scope: a temporary file, loads that read, write or do both, the check that there is room.
 Not here: which blocks and threads are tried (`survey.py`), fio (`fio.py`).
-Owner: whoever opens a `DiskFile` closes it. Its name is removed as soon as it is open, so that no end of the process,
-a kill included, leaves anything behind.
+Owner: the opener of a `DiskFile` closes it. Its name is removed as soon as it is open, so that nothing is left behind
+however the process ends, even by a kill.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tierstore.measure.loads import Load, by_turns
 Verb = Literal["read", "write"]
 _ROTATED_BYTES = 2**26  # as many as fio's usual 64 transfers of 1 MiB
 _LEFT_FREE_BYTES = 2**28
-"""What a probe leaves to others on the disk that it measures."""
+"""Space that a probe leaves to others on the measured disk."""
 
 
 def check_room(directories: Sequence[Path], size_bytes: int) -> None:
-    """Refuses what cannot be measured, before anything is written.
+    """Refuses directories that cannot be measured, before anything is written.
 
     Raises:
-        ConfigError: no directory, or nothing may be written there.
+        ConfigError: a path is not a directory, or nothing may be written there.
         StorageFull: a file of `size_bytes` in each of them would not fit.
     """
     wanted: dict[int, list[Path]] = {}
@@ -63,7 +63,7 @@ class DiskFile:
 
     Attributes:
         memory: filled with bytes that do not compress.
-        reachable_path: under which another program finds the file while it is open.
+        reachable_path: path under which another program finds the file while it is open.
     """
 
     file: BlockFile
@@ -72,15 +72,15 @@ class DiskFile:
     reachable_path: Path
 
     def load(self, verb: Verb, block_bytes: int, threads: int) -> Load:
-        """Sequential reads, or writes over what is there; these are not made durable one by one."""
+        """Sequential reads or overwrites; the writes are not made durable one by one."""
         return self._load(block_bytes, threads, (self._call(verb),))
 
     def both(self, block_bytes: int, threads: int) -> Load:
-        """A read and a write in turn, from one queue as the engine's: as many bytes this way as that."""
+        """Reads and writes in turn, from one queue as in the engine: as many bytes each way."""
         return self._load(block_bytes, threads, (self._call("read"), self._call("write")))
 
     def fill(self, block_bytes: int) -> None:
-        """Writes every byte once: blocks that are only allocated would be read without the disk."""
+        """Writes every byte once, because blocks that are only allocated would be read without the disk."""
         self.write(self.size_bytes, block_bytes)
         self.file.datasync()
 
@@ -93,13 +93,13 @@ class DiskFile:
         return self.file.read_into if verb == "read" else self.file.write_from
 
     def _load(self, block_bytes: int, threads: int, calls: tuple[Callable[[Bytes, int], object], ...]) -> Load:
-        # Much memory in turn: a buffer that was just used is still in the caches, and the engine's is not.
+        # Many buffers in turn: one that was just used is still in the caches, and the engine's are not.
         used_bytes = min(self.memory.nbytes, max(_ROTATED_BYTES, threads * block_bytes))
         starts = range(0, used_bytes - block_bytes + 1, block_bytes)
         blocks, turns = self.size_bytes // block_bytes, count()
 
         def move(buffer: Bytes) -> None:
-            turn = next(turns)  # in C: no two threads get the same
+            turn = next(turns)  # in C: no two threads get the same number
             calls[turn % len(calls)](buffer, turn % blocks * block_bytes)
 
         buffers = (self.memory[start : start + block_bytes] for start in starts)
@@ -110,11 +110,11 @@ class DiskFile:
 def disk_files(
     directories: Sequence[Path], size_bytes: int, memory: Bytes, backend: Backend
 ) -> Iterator[dict[Path, DiskFile]]:
-    """A filled file in each directory, for as long as they are measured; the memory is divided among them.
+    """A filled file in each directory, for as long as it is measured; the memory is divided among them.
 
     Raises:
         StorageFull: there is not enough room; nothing was made.
-        StorageError: one cannot be made; nothing is left.
+        StorageError: a file cannot be made; nothing is left.
     """
     check_room(directories, size_bytes)
     share_bytes = memory.nbytes // len(directories) // ALIGNMENT * ALIGNMENT
@@ -132,10 +132,10 @@ def disk_file(directory: Path, size_bytes: int, memory: Bytes, backend: Backend)
     """A filled file in a directory, for as long as it is measured.
 
     Raises:
-        StorageError: it cannot be made; nothing is left.
+        StorageError: the file cannot be made; nothing is left.
     """
     path = directory / f".tierstore-probe-{os.getpid()}"
-    size_bytes -= size_bytes % ALIGNMENT  # as O_DIRECT moves it: a size may be given in decimal units
+    size_bytes -= size_bytes % ALIGNMENT  # for O_DIRECT: a size may be given in decimal units
     file = backend.create(path, size_bytes)
     try:
         backend.remove(path)
@@ -153,5 +153,5 @@ def incompressible(memory: Bytes) -> None:
     words = memory[: memory.nbytes // 8 * 8].view(np.uint64)
     for start in range(0, len(words), len(base)):
         part = words[start : start + len(base)]
-        # Many times as fast as new random bytes, and no two pages are alike for a disk that looks for such.
+        # Many times as fast as new random bytes, and a disk that looks for equal pages finds none.
         np.bitwise_xor(base[: len(part)], generator.integers(2**64, dtype=np.uint64), out=part)

@@ -1,6 +1,6 @@
-"""fio on the file that is measured, to compare with.
+"""fio on the measured file, for comparison.
 
-Scope: running it, and reading the rate that it says.
+Scope: running fio, and reading the rate that it reports.
 Not here: when (`survey.py` runs it in turn with our own reads and writes).
 Owner: a run owns its process.
 """
@@ -24,9 +24,10 @@ class Shape:
     """How fio is asked to work.
 
     Attributes:
-        depth: transfers that one thread has in flight, by libaio; several threads have one each, by pwrite and pread.
-        huge: its buffers ask for huge pages, as our arena does; by a setting of glibc's malloc, for fio has none that
-            needs no root.
+        depth: transfers that a single thread has in flight, with libaio; several threads have one each, with pwrite and
+            pread.
+        huge: its buffers ask for huge pages, as our arena does; through a setting of glibc's malloc, because fio's own
+            settings need root.
     """
 
     block: str
@@ -43,8 +44,8 @@ SHAPES = (
     *(Shape(block, depth, huge) for huge in (False, True) for block, depth in (("1M", 64), ("16M", 16), ("256k", 32))),
     Shape("32M", 1, huge=True, threads=8),
 )
-"""The usual ones, and what was faster (fio 3.33, 2-core virtual machine with one virtual disk, ordinary pages cost it a
-fifth of its rate)."""
+"""The usual shapes, and those that were faster (fio 3.33, 2-core virtual machine with one virtual disk; ordinary pages
+cost fio a fifth of its rate)."""
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _GRACE_S = 60.0
 
@@ -64,7 +65,7 @@ def find_fio() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fio:
-    """One way to read or write a file by fio, O_DIRECT where the file is."""
+    """One way to read or write a file by fio, with O_DIRECT if the file has it."""
 
     program: str
     path: Path
@@ -74,7 +75,7 @@ class Fio:
     direct: bool = True
 
     async def run(self, seconds: float) -> float:
-        """Bytes per second that fio says."""
+        """Bytes per second that fio reports."""
         return await asyncio.to_thread(self._run, seconds)
 
     def _run(self, seconds: float) -> float:

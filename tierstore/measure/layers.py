@@ -1,9 +1,9 @@
-"""Layers of a decoder, computed on the CPU: forward alone, and with backward.
+"""Layers of a decoder, computed on the CPU: the seconds of forward and of backward.
 
-Scope: a block and a head of several sizes, as loads; what was timed of them.
+Scope: a block and a head of several sizes, and their times.
 Not here: what follows for a model (`plan/layers.py`), the device's large products (`links.py`).
 
-Operations are those of GPT-2, in its order. Gradients go to memory of their own each time: an engine takes them away.
+Operations are those of GPT-2, in its order. Gradients go to new memory each time, because an engine takes them away.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SHAPES = ((256, 32), (256, 256), (768, 32), (768, 256), (768, 1024))  # hidden,
 _HEAD_SHAPES = _SHAPES[:4]
 _VOCABULARY = 16384
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Of the weights; those that are trained most come first."""
-_SCALE = 0.02  # of weights: activations stay about as large as they are
+"""Dtypes of the weights, the most used first."""
+_SCALE = 0.02  # of weights, so that activations keep about their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Layer:
     """One layer on some tokens.
 
     Attributes:
-        leaves: whose gradients backward makes.
+        leaves: tensors whose gradients backward makes.
     """
 
     kind: LayerKind
@@ -42,7 +42,7 @@ class Layer:
     leaves: Sequence[torch.Tensor]
 
     def run(self, clock: Callable[[], float]) -> tuple[float, float]:
-        """Both passes, and the seconds of each."""
+        """Runs both passes, and returns the seconds of each."""
         begun_s = clock()
         result = self.forward()
         middle_s = clock()
@@ -60,14 +60,15 @@ def time_layers(
     tell: Callable[[str], None] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[TimedLayer, ...]:
-    """Medians of so many rounds over all layers that do not take too long, after one that does not count.
+    """Median times over so many rounds, of all layers that do not take too long, after a round that does not count.
 
-    All by the thread that calls, as a training loop computes: memory that a new thread touches for the first time costs
-    more than the computing.
+    All layers run on the calling thread, as in a training loop: memory that a new thread touches for the first time
+    costs more than the computing.
 
     Args:
-        longest_s: of both passes over a layer. Where torch has no fast products of a dtype (bf16 on a processor with
-            AVX2 alone: 1.2 Gflop/s), the largest would take a minute; the smallest is timed whatever it takes.
+        longest_s: limit for both passes over a layer. Where torch has no fast products of a dtype (bf16 on a processor
+            with AVX2 alone: 1.2 Gflop/s), the largest layer would take a minute; the smallest is timed however long it
+            takes.
     """
 
     def run(layer: Layer) -> tuple[float, float]:
@@ -88,13 +89,14 @@ def time_layers(
 def _short_enough(
     found: Sequence[Layer], longest_s: float, run: Callable[[Layer], tuple[float, float]]
 ) -> Sequence[Layer]:
-    """Runs each once, but for those that would take too long even by the least that one has taken for a flop.
+    """Runs each layer once, except those that would take too long even at the shortest time per flop seen so far.
 
-    By the least, because it falls with the size: what the small ones take would leave out all large ones. The smallest
-    one of a kind twice: the first backward of a process takes half a second to begin, whatever it computes.
+    The shortest, because the time per flop falls with the size: that of small layers would leave out all large ones.
+    The smallest layer of a kind runs twice: the first backward of a process takes half a second to begin, whatever it
+    computes.
     """
     kept: list[Layer] = []
-    least_s: dict[str, float] = {}  # for a flop, by dtype
+    least_s: dict[str, float] = {}  # per flop, by dtype
     for layer in found:
         is_smallest = (layer.kind, layer.dtype) not in {(one.kind, one.dtype) for one in kept}
         if is_smallest:

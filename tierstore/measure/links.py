@@ -51,5 +51,5 @@ def _copies(device: ComputeDevice, memory: Bytes, copy: Callable[[tuple[torch.Un
         storage = torch.empty(0, dtype=torch.uint8, device=device.torch_device).untyped_storage()
         device.allocate(storage, size)
         pairs.append((storage, memory[index * size : (index + 1) * size]))
-        device.copy_in(storage, 0, pairs[-1][1])  # pages are there before the clock runs
+        device.copy_in(storage, 0, pairs[-1][1])  # so that pages are there before the clock runs
     return Load(by_turns(pairs, copy), size, _THREADS)

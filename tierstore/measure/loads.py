@@ -1,12 +1,12 @@
-"""Keeping something busy, and the rate that comes out: in turn, and side by side.
+"""Loads that keep something busy, and their rates: in turn, and side by side.
 
 Scope: `Load`, rounds over several of them, pairs at once.
 Not here: what is repeated (`disk.py`, `links.py`, `compute.py`), medians (`plan/bandwidth.py`).
 Owner: a load owns its threads while it runs.
 
-[Note: in turn] A rate of a shared machine changes within seconds. What is to be compared is therefore measured in turn,
-A B A B, and never all of A before all of B: a slow moment falls on both. Every other round goes
-backwards, so that none always follows the same one.
+[Note: in turn] A rate of a shared machine changes within seconds. Rates that are compared are therefore measured in
+turn, A B A B, and never all of A before all of B: a slow moment falls on both. Every other round goes backwards, so
+that no load always follows the same one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Runnable(Protocol):
     """Something that has a rate."""
 
     async def run(self, seconds: float) -> float:
-        """Goes on for about so long; returns what was moved or done per second."""
+        """Runs for about so long; returns the amount that was moved or done per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A job that worker threads repeat, each job a hop from the loop and back as in the engine.
+    """A job that worker threads repeat; each job hops from the loop to a thread and back, as in the engine.
 
     Attributes:
         job: one unit of work; `threads` of them at once.
@@ -47,14 +47,14 @@ class Load:
     clock: Callable[[], float] = time.perf_counter
 
     async def run(self, seconds: float) -> float:
-        """At least one job per thread; as many wait in the queue, so that no thread waits for the loop."""
+        """Runs at least one job per thread; as many wait in the queue, so that no thread waits for the loop."""
         workers = WorkerPool("tierstore-measure", self.threads)
         try:
             await workers.submit(Priority.DEMAND, _nothing)  # the threads are there before the clock runs
             done, begun_s = 0, self.clock()
 
             def job() -> bool:
-                # What waited in the queue when the time was over would go on alone, with less in flight.
+                # A job still queued when the time is over is skipped: it would run alone, with less in flight.
                 if done >= self.threads and self.clock() - begun_s >= seconds:
                     return False
                 self.job()
@@ -76,7 +76,7 @@ def _nothing() -> None:
 
 
 def by_turns(items: Iterable[T], work: Callable[[T], object]) -> Callable[[], None]:
-    """A job that takes another one each time; those that run at once never have the same, if there are enough."""
+    """A job that takes the next item each time; jobs that run at once never have the same item, if there are enough."""
     waiting = deque(items)
 
     def job() -> None:
@@ -101,11 +101,11 @@ class SideBySide:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long, how often, and who is told.
+    """How long and how often loads run, and who is told.
 
     Attributes:
         seconds: of each run.
-        deadline_s: on the clock; rounds that have not begun by then are left out, but for the first.
+        deadline_s: on the clock; from then on no run begins, except those of the first round.
         tell: called before each run.
     """
 

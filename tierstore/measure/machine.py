@@ -1,4 +1,4 @@
-"""What a machine gives but for its disks: memory, the device's link, codecs, Adam; alone, and in pairs.
+"""Rates of a machine except its disks: memory, the device's link, codecs, Adam; alone, and in pairs.
 
 Scope: which loads run, and the rates and slow-downs that follow.
 Not here: a load (`compute.py`, `links.py`), rounds (`loads.py`), disks (`survey.py`).
@@ -31,10 +31,10 @@ _PAIRS = (
     (Activity.H2D, Activity.ADAM),
 )
 _BESIDE_DISK = (Activity.MATMUL, Activity.ADAM, Activity.H2D)
-_BESIDE_DISK_S = 0.15  # a run at least: all threads of a disk have moved a few blocks by then
+_BESIDE_DISK_S = 0.15  # of a run, at least: by then all threads of a disk have moved a few blocks
 _PAGEABLE_BYTES = 2**26
 MEMORY_BYTES = 2**28
-"""What the loads here are made over."""
+"""Size of the memory that the loads here use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ async def measure_machine(
     """Measures everything once per round, `pace_s` each.
 
     Args:
-        disk: loads that read and write, to be run beside what computes and copies; each run somewhat longer.
-        tell: called before each run, with what is done and the share of all that is over.
+        disk: loads that read and write, to be run beside computing and copying; each of these runs is somewhat longer.
+        tell: called before each run, with its name and the share of all runs that are over.
     """
     warm_up(["fp32", "bf16"])
     busy = _busy(device, memory)
@@ -80,7 +80,7 @@ async def measure_machine(
         limit_s = 3 * run_s * rounds * len(loads)
         return await in_turn(loads, Pace(run_s, rounds, time.perf_counter() + limit_s, tell_of))
 
-    await in_turn(loads, Pace(pace_s / 4, 1, 0.0))  # the first time is never like the others
+    await in_turn(loads, Pace(pace_s / 4, 1, 0.0))  # the first run is never like the others
     runs = await measured(loads, pace_s)
     disk_runs = await measured(beside_disk, max(pace_s, _BESIDE_DISK_S))
     alone = {name: Rate.of([run[0] for run in runs[name]]) for name, beside in loads.items() if len(beside) == 1}
@@ -95,7 +95,7 @@ async def measure_machine(
 
 
 def _side_by_side(pairs: Sequence[Pair], activities: Mapping[Activity, Runnable]) -> dict[str, Sequence[Runnable]]:
-    """Loads by name: each pair after the two alone, so that what is compared is measured within moments."""
+    """Loads by name: each pair after the two alone, so that compared rates are measured within moments."""
     loads: dict[str, Sequence[Runnable]] = {}
     for pair in pairs:
         for one in pair:
@@ -128,9 +128,9 @@ def _pair_name(pair: Pair) -> str:
 
 
 def _slowdowns(pairs: Sequence[Pair], runs: Runs) -> Iterator[Slowdown]:
-    """Of each of a pair beside the other: the median over rounds, so that no moment of the machine is one's alone."""
+    """Slow-downs of both activities of each pair: medians over rounds, each comparing rates of about one moment."""
     for pair in pairs:
         for index, one in enumerate(pair):
             factors = [alone[0] / both[index] for alone, both in zip(runs[one.value], runs[_pair_name(pair)])]
-            # Nothing gains by company: less than 1 is noise.
+            # Nothing runs faster beside another load: less than 1 is noise.
             yield Slowdown(one, pair[1 - index], max(1.0, middle(factors)[0]))

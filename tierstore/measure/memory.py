@@ -1,4 +1,4 @@
-"""Memory to measure with, as the engine has it: of an arena, and the loop thread to which that belongs.
+"""Memory to measure with, as the engine has it: from an arena, with the loop thread that the arena belongs to.
 
 Not here: what is measured in it.
 """
@@ -12,15 +12,15 @@ from tierstore.device.streams import ComputeDevice
 from tierstore.io.memory import Arena, Bytes
 from tierstore.io.runtime import Runtime
 
-_TIMEOUT_S = 86400.0  # whoever measures a slow disk waits for it
+_TIMEOUT_S = 86400.0  # measuring a slow disk may take this long
 
 
 @contextlib.contextmanager
 def arena_memory(nbytes: int, name: str, device: ComputeDevice | None = None) -> Iterator[tuple[Runtime, Bytes]]:
-    """So many bytes, given back at the end, and a runtime of this name.
+    """A runtime of this name, and so many bytes, which are given back at the end.
 
     Args:
-        device: for which the memory is pinned.
+        device: the device for which the memory is pinned; None: it is not pinned.
     """
     arena = Arena(nbytes) if device is None else Arena(nbytes, device.pin, device.unpin)
     with contextlib.closing(arena), Runtime(name, timeout_s=_TIMEOUT_S) as runtime:

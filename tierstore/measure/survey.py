@@ -1,4 +1,4 @@
-"""What a disk gives: over block size and threads, then at its best, each way and both at once; all disks together.
+"""Rates of disks: over block size and threads, then at the best of them, each way and both at once; all disks together.
 
 Scope: which loads run, in which order, and the rates that follow.
 Not here: a load (`disk.py`), rounds (`loads.py`), links and compute (`machine.py`).
@@ -24,11 +24,11 @@ from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate
 _VERBS: tuple[Verb, Verb] = ("read", "write")
 _WAYS = (*_VERBS, "both")
 _GRID_SHARE, _CONTEST_SHARE, _BEST_SHARE = 0.4, 0.3, 0.3  # of the time
-_CANDIDATES = 3  # beside fio as many as it has shapes
+_CANDIDATES = 3  # with fio as many as it has shapes
 _CHUNK_BYTES = 2**23  # about what the engine moves at once
-_SYNCED_S = 0.2  # so much is written before each sync as takes about so long
-_SYNCING_S = 1.0  # of each round; one comes to its end however slow the disk
-_AT_ONCE_S = 1e-6  # of a sync that took no longer than one of nothing
+_SYNCED_S = 0.2  # of writing before each sync, about
+_SYNCING_S = 1.0  # for each round; one round is completed however slow the disk is
+_AT_ONCE_S = 1e-6  # for a sync that took no longer than a sync of nothing
 _FIO_RUN_S = 1.25  # fio takes its time to begin, and a run is to move gigabytes
 
 
@@ -37,8 +37,8 @@ class DiskEffort:
     """How much is measured of each directory.
 
     Attributes:
-        seconds: about; a slow disk takes longer, for every load runs once.
-        blocks: bytes of a transfer. A chunk of the engine is one, and has at most 32 MiB.
+        seconds: about; a slow disk takes longer, because every load runs at least once.
+        blocks: bytes of a transfer. The engine moves a chunk, of at most 32 MiB, in one transfer.
     """
 
     size_bytes: int
@@ -55,7 +55,7 @@ THOROUGH = DiskEffort(2**31, 60.0, tuple(2**n for n in (18, 20, 22, 23, 24, 25))
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A block size and a number of threads."""
+    """The rates of a block size with a number of threads."""
 
     block_bytes: int
     threads: int
@@ -68,11 +68,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Ways to read, or to write, run in turn: those that were best before, for luck may have helped, and fio.
+    """Ways to read, or to write, measured again in turn: the best of the grid, which luck may have helped, and fio.
 
     Attributes:
         ours: by bytes of a block and threads.
-        fio: by its shape; empty where it was not asked for.
+        fio: by its shape; empty if fio was not asked for.
     """
 
     ours: Mapping[tuple[int, int], Rate]
@@ -92,7 +92,7 @@ class Contest:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """What was measured of one directory."""
+    """The measurements of one directory."""
 
     cells: tuple[Cell, ...]
     contests: Mapping[Verb, Contest]
@@ -104,8 +104,8 @@ class Disks:
     """All directories, one by one and together.
 
     Attributes:
-        loads: reads and writes of chunks, in all directories, while the files are open. Smaller blocks are no measure
-            of the engine: at 1.5 GB/s in 1 MiB they made products take 1.3 times as long, in 8 MiB 1.05 times.
+        loads: reads and writes of chunks, in all directories, while the files are open. Smaller blocks do not stand for
+            the engine: at 1.5 GB/s, blocks of 1 MiB made products take 1.3 times as long, blocks of 8 MiB 1.05 times.
         sync: bytes that were written and then synced, per second of the sync.
     """
 
@@ -123,7 +123,7 @@ async def survey(
     """Measures directories one after the other, then all of them together.
 
     Args:
-        tell: called before each run, with what is done and the share of all that is over.
+        tell: called before each run, with its name and the share of all runs that are over.
         fio: the program to compare with.
 
     Raises:
@@ -157,9 +157,9 @@ async def survey(
 
 
 async def _sync_rate(files: Sequence[DiskFile], write_bytes_per_s: Sequence[float], rounds: int) -> Rate:
-    """Of what was just written in all directories at once, each with its share; the writes themselves are not timed.
+    """The rate at which freshly written bytes are synced, in all directories at once; the writes are not timed.
 
-    What a sync of nothing takes is taken off, for it does not grow with the bytes.
+    The time of a sync of nothing is subtracted, because it does not grow with the bytes.
     """
     unit = min(_CHUNK_BYTES, *(n for file in files for n in (file.size_bytes, file.memory.nbytes)))
     sizes = [
@@ -168,7 +168,7 @@ async def _sync_rate(files: Sequence[DiskFile], write_bytes_per_s: Sequence[floa
     ]
     rates: list[float] = []
     deadline_s = _deadline(_SYNCING_S * rounds)
-    await _synced_s(files)  # what was written before
+    await _synced_s(files)  # bytes that were written before
     while not rates or (len(rates) < rounds and time.perf_counter() < deadline_s):
         nothing_s = await _synced_s(files)
         await together(asyncio.to_thread(file.write, size, unit) for file, size in zip(files, sizes))
@@ -210,7 +210,7 @@ async def _contests(
 
 
 def _candidates(cells: Sequence[Cell], verb: Verb, number: int) -> list[Cell]:
-    """The best of each block size first, then the others: what noise has put aside has another chance."""
+    """The best of each block size first, then the others: a cell that noise has put aside has another chance."""
     ranked = sorted(cells, key=lambda cell: -cell.rate(verb).per_s)
     first = {cell.block_bytes: cell for cell in reversed(ranked)}.values()
     return sorted(ranked, key=lambda cell: cell not in first)[:number]
@@ -228,7 +228,7 @@ def _loads_at_best(file: DiskFile, contests: Mapping[Verb, Contest]) -> dict[str
 
 
 def _loads_of_chunks(file: DiskFile, rates: DirectoryRates) -> dict[Activity, Load]:
-    """By as many threads as are best."""
+    """Loads of chunks, with the best number of threads each way."""
 
     def load(verb: Verb, threads: int) -> Load:
         return file.load(verb, min(_CHUNK_BYTES, file.memory.nbytes // threads // ALIGNMENT * ALIGNMENT), threads)
@@ -253,12 +253,12 @@ async def _at_best(
 
 
 def _rate_of(runs: Sequence[tuple[float, ...]]) -> Rate:
-    """Of runs of one load."""
+    """The rate of the runs of one load."""
     return Rate.of([rate for (rate,) in runs])
 
 
 async def _grid(file: DiskFile, effort: DiskEffort, tell: Callable[[str], None]) -> tuple[Cell, ...]:
-    """Every block size with every number of threads that the memory suffices for; the cheap ones first."""
+    """Every block size with every number of threads for which memory and file suffice; the cheap ones first."""
     limit_bytes = min(file.memory.nbytes, file.size_bytes)
     shapes = [(b, t) for b in effort.blocks for t in effort.threads if b * t <= limit_bytes]
     shapes.sort(key=lambda shape: shape[0] * shape[1])

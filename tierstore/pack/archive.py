@@ -1,14 +1,14 @@
-"""What an archive pack says of its own data: groups in execution order, and length, codec and checksum of each chunk.
+"""What an archive pack says of its own data: groups in execution order, codecs, and length and checksum of each chunk.
 
 Scope: the table in `__metadata__["tierstore"]` as text, strictly read back and checked against the header around it.
 Not here: reading or writing data (`archive/`); slot packs, whose records stand in a manifest (`store/`).
 Owner: none; pure functions on plain records.
 
 [Note: chunks of an archive] The data of a pack are its groups, back to back; a group is its chunks, back to back, each
-padded with zeros to a multiple of 4096. A chunk holds `chunk_bytes` of the group's content, the last one what is left.
-Its checksum covers the padding too, and the header is sealed: so each byte of the file is covered by one of them. With
-codec "none" a group's tensors are tensors of the file; else its chunks are one U8 tensor, and the table says what
-tensors they hold. A chunk whose stored length is that of its content is raw, whatever the codec.
+padded with zeros to a multiple of 4096. A chunk holds `chunk_bytes` of the group's content, the last one the rest. Its
+checksum covers the padding too, and the header is sealed: so a checksum covers each byte of the file. With codec "none"
+a group's tensors are tensors of the file; else its chunks together are one U8 tensor, and the table says which tensors
+they hold. A chunk whose stored length is that of its content is raw, whatever the codec.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class ArchiveGroup:
 
     Attributes:
         position: its place in the execution order of the whole archive, whichever file it is in.
-        item_bytes: of an element, for codecs that shuffle.
+        item_bytes: bytes of an element, for codecs that shuffle.
         tensors: `begin` and `end` count from the start of the group's content.
-        chunks: length and checksum of what is stored, (0, 0) while unknown.
+        chunks: stored length and checksum of each chunk, (0, 0) while unknown.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ArchiveGroup:
 
     @property
     def stored_bytes(self) -> int:
-        """What the group takes in the file."""
+        """Bytes that the group takes in the file."""
         return sum(padded(stored) for stored, _ in self.chunks)
 
 
@@ -91,7 +91,7 @@ class Archive:
     Attributes:
         identity: equal in all its files, 16 hexadecimal digits.
         shard: which of `shards` files this is, from 0.
-        order: where the execution order comes from, as a person reads it.
+        order: where the execution order comes from, in words.
         aliases: further names of a tensor, with the name under which it is stored in this file.
     """
 
@@ -105,7 +105,7 @@ class Archive:
 
     @property
     def tensors(self) -> list[TensorEntry]:
-        """Of all groups; each counts from the start of its group's content."""
+        """Tensors of all groups; each counts from the start of its group's content."""
         return [entry for group in self.groups for entry in group.tensors]
 
     def chunks(self, data_start: int) -> Iterator[tuple[ArchiveGroup, int, ArchiveChunk]]:
@@ -124,7 +124,7 @@ def chunk_count(content_bytes: int, chunk_bytes: int) -> int:
 
 
 def archive_layout(archive: Archive, metadata: dict[str, str]) -> Layout:
-    """Where everything stands in the file, by the lengths that the chunks have now, header included.
+    """Where everything stands in the file, header included, with the lengths that the chunks have now.
 
     A header of the same tensors with shorter chunks is never longer, see `archive_header`.
     """
@@ -137,7 +137,7 @@ def archive_header(archive: Archive, metadata: dict[str, str], data_start: int) 
     """The header of a file whose data begin at `data_start`.
 
     Raises:
-        FormatError: it does not end there.
+        FormatError: the header does not end there.
     """
     layout = archive_layout(archive, metadata)
     return build_header(layout.entries, layout.metadata, data_start=data_start, seal=True)
@@ -147,7 +147,7 @@ def read_archive(header: Header, source: str) -> Archive | None:
     """The checked table of a pack; None: the file has none, it is an ordinary safetensors file.
 
     Raises:
-        FormatError: it is not one that this release reads, or does not fit the header.
+        FormatError: the table is not one that this release reads, or does not fit the header.
     """
     text = header.metadata.get(ARCHIVE_KEY)
     if text is None:
@@ -251,7 +251,7 @@ def _tensor(item: Any) -> TensorSpec:
 
 
 def _check_against(archive: Archive, header: Header) -> None:
-    """The table describes this very file: what is where follows from it, and is what the header says."""
+    """Checks that the table describes this very file: the places that follow from it are those in the header."""
     tensors = archive.tensors
     names = {entry.name for entry in tensors}
     if len(names) != len(tensors):

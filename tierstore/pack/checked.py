@@ -1,6 +1,6 @@
-"""Values out of JSON that nobody vouches for, each with its type and its bounds.
+"""Values out of untrusted JSON, each with its type and its bounds.
 
-Scope: one value at a time. Not here: text to values (`strict_json.py`), what they mean together (their readers).
+Scope: one value at a time. Not here: parsing text (`strict_json.py`), what values mean together (their readers).
 Owner: none; pure functions. Each raises FormatError, which names the value by `what`.
 """
 
@@ -25,7 +25,7 @@ def object_of(item: Any, keys: Collection[str], what: str) -> list[Any]:
 
 
 def mapping_of(item: Any, what: str) -> dict[str, Any]:
-    """An object of any keys."""
+    """An object with any keys."""
     if not isinstance(item, dict):
         raise FormatError(f"{what} is a {type(item).__name__}, not an object")
     return item
@@ -52,7 +52,7 @@ def number_of(item: Any, least: int, most: int, what: str) -> int:
 
 
 def checksum_of(item: Any) -> int:
-    """Of 16 hexadecimal digits."""
+    """A checksum of 16 hexadecimal digits."""
     if not isinstance(item, str) or len(item) != 16 or not set(item) <= set("0123456789abcdef"):
         raise FormatError(f"{item!r:.40} is not 16 hexadecimal digits")
     return int(item, 16)

@@ -1,4 +1,4 @@
-"""What a codec makes of given bytes: ratio, and rates on one core.
+"""The ratio of a codec on given bytes, and its rates on one core.
 
 Scope: timing `codecs.py` on samples.
 Not here: which bytes (`train/codec_trial.py`, `apps/codecs.py`), what follows from the rates (`plan/codec_choice.py`).
@@ -18,7 +18,7 @@ from tierstore.plan.bandwidth import CodecRates
 
 _REPEATS = 3
 COMPRESSING = tuple(codec for codec in Codec if codec not in (Codec.NONE, Codec.AUTO))
-"""Those that may make bytes fewer, the fastest first."""
+"""Codecs that may shrink bytes, the fastest first."""
 
 
 def measure_codec(
@@ -31,8 +31,8 @@ def measure_codec(
     """Encode and decode samples, each as a chunk of its own; rates are medians of three passes over all.
 
     Args:
-        data: what they are, in a word.
-    Threads: runs in the caller's; other work on its core counts.
+        data: what the samples are, in a word.
+    Threads: runs in the caller's thread; other work on its core lowers the rates.
     """
     way = codec_for(codec, item_bytes)
     rooms = [np.zeros(sample.size, np.uint8) for sample in samples]

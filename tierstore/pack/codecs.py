@@ -77,7 +77,7 @@ class RawCodec:
 
 
 class _Shrinking:
-    """What codecs have in common that make a chunk shorter: it is raw where they do not."""
+    """The common part of codecs that shorten chunks: a chunk that they do not shorten is stored raw."""
 
     codec: Codec
 
@@ -105,9 +105,9 @@ class _Shrinking:
 
 
 class Lz4Codec(_Shrinking):
-    """LZ4 blocks without a size prefix: the length is known, and a file's own word for it is not to be trusted.
+    """LZ4 blocks without a size prefix: the length is known, and a length that the file gives cannot be trusted.
 
-    python-lz4 has no call into a given buffer: an encode holds up to twice the chunk for a moment, a decode exactly
+    python-lz4 cannot write to a given buffer: an encode holds up to twice the chunk for a moment, a decode exactly
     twice, never what the data asks for.
     """
 
@@ -134,7 +134,7 @@ class Lz4Codec(_Shrinking):
 
 @dataclass(frozen=True, slots=True)
 class _Blosc2Way:
-    """How one codec calls blosc2, and how its frames say so.
+    """How one codec calls blosc2, and how its frames are marked.
 
     Attributes:
         format_flags: format of the blocks, the upper bits of byte 2 of a frame.
@@ -148,9 +148,9 @@ class _Blosc2Way:
     code: int
 
 
-# Ratio, GB/s in and GB/s out on one core (blosc2 4.14.1, 16 MiB of Gaussian weights, 2026-11-21), the bytes of an
-# element in streams of their own. LZ4: bf16 1.32, 1.9, 3.3 and fp32 1.14, 1.9, 3.9, blocks of 64 to 256 KiB alike.
-# Zstandard 1: bf16 1.36, 1.0, 1.7 with blocks of 1 MiB, 1.33 with 64 KiB; its level 3 is no smaller, at half the rate.
+# Ratio, GB/s encoded and GB/s decoded on one core (blosc2 4.14.1, 16 MiB of Gaussian weights, 2026-11-21), the bytes of
+# an element in streams of their own. LZ4: bf16 1.32, 1.9, 3.3 and fp32 1.14, 1.9, 3.9, the same for blocks of 64 to 256
+# KiB. Zstandard 1: bf16 1.36, 1.0, 1.7 with blocks of 1 MiB, 1.33 with 64 KiB; level 3 is no smaller, at half the rate.
 _WAYS = {
     Codec.LZ4_BITSHUFFLE: _Blosc2Way("LZ4", 5, 2**17, 0x20, 1),
     Codec.ZSTD_BITSHUFFLE: _Blosc2Way("ZSTD", 1, 2**20, 0x80, 5),
@@ -159,10 +159,10 @@ _WAYS = {
 
 @functools.cache
 def _library() -> Any:
-    """blosc2, imported when it is first used: that takes half a second, and many runs never do."""
+    """blosc2, imported when it is first used: the import takes half a second, and many runs never need it."""
     import blosc2
 
-    blosc2.set_releasegil(True)  # of the whole process: blosc2 has no other way, see [Note: GIL]
+    blosc2.set_releasegil(True)  # for the whole process: blosc2 has no other way, see [Note: GIL]
     return blosc2
 
 
@@ -177,11 +177,11 @@ class BitshuffleCodec(_Shrinking):
     """One blosc2 frame (its chunk format): the bits of elements transposed, then LZ4 or Zstandard in blocks.
 
     The frame says its element size, so that any `item_bytes` decodes it. An encode holds up to twice the chunk for a
-    moment, a decode the chunk and a block: it decodes into the destination.
+    moment, a decode the chunk and a block, because it decodes into the destination.
 
     Args:
-        item_bytes: the size of the elements whose bits are alike. A chunk that is no multiple of it is transposed by
-            bytes, because blosc2 (4.14.1) silently returns other bytes for the rest of a last element.
+        item_bytes: the size of the elements whose bits are alike. A chunk whose length is no multiple of it is
+            transposed by bytes, because blosc2 (4.14.1) silently returns wrong bytes for an incomplete last element.
     """
 
     def __init__(self, codec: Codec, item_bytes: int) -> None:
@@ -218,7 +218,7 @@ class BitshuffleCodec(_Shrinking):
             ) from None
 
     def _check_header(self, source: Bytes, size_bytes: int) -> None:
-        """Refuse whatever `encode` does not write: blosc2 takes a frame's own word for what it writes, and where."""
+        """Refuse frames that `encode` does not write: blosc2 trusts a frame in what it writes, and where."""
         name = self.codec.value
         if not _HEADER_BYTES <= source.size < size_bytes:
             raise FormatError(f"a {name} chunk of {size_bytes} B is stored as {source.size} B")
@@ -247,7 +247,7 @@ def codec_for(codec: Codec, item_bytes: int = 1) -> ChunkCodec:
     """The codec that a configuration names, for elements of `item_bytes`.
 
     Raises:
-        ConfigError: it names a wish, "auto", which is not decided here.
+        ConfigError: "auto", which is not decided here.
     """
     if codec is Codec.AUTO:
         raise ConfigError("codec 'auto' is decided by measuring, where a store is made; name a codec here")

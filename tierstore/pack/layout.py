@@ -1,7 +1,7 @@
 """Where each byte of a pack stands, and the header that says so.
 
 Scope: dtypes, tensors laid back to back into 4096-aligned extents, pad tensors, the safetensors header.
-Not here: reading a header that somebody else wrote (`validate.py`); reading or writing data (`io/`).
+Not here: reading a header that others wrote (`validate.py`); reading or writing data (`io/`).
 Owner: none; pure functions on plain records.
 
 [Note: pads] safetensors allows no hole between tensors, and O_DIRECT wants every extent at a multiple of 4096. The
@@ -20,7 +20,7 @@ from tierstore.errors import FormatError
 from tierstore.pack.codecs import checksum_bytes
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library refuses to exceed."""
+"""The limit of the safetensors library."""
 MAX_DIMENSIONS = 64
 PAD_KEY = "tierstore.pad_prefix"
 SEAL_KEY = "tierstore.header_xxh3"
@@ -69,7 +69,7 @@ class ChunkSpec:
     A section is the 1-D tensor `{chunk name}.{section name}` of the pack.
 
     Attributes:
-        tensors: of which it holds a part, or their state, as a user names them.
+        tensors: names, as a user knows them, of the tensors of which it holds a part, or a part of their state.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ChunkSpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of its widest element, which a codec transposes by."""
+        """Bytes of its widest element, by which a codec transposes."""
         return max(item_bytes(dtype) for _, dtype, _ in self.sections)
 
 
@@ -149,12 +149,12 @@ def tensor_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of an element, for codecs that shuffle; of the smallest a byte holds several."""
+    """Bytes of an element, for codecs that shuffle; 1 for elements smaller than a byte."""
     return max(1, DTYPE_BITS[dtype] // 8)
 
 
 def check_name(name: str) -> None:
-    """Refuse what a header cannot hold. Control characters it can: messages show names by `quoted`.
+    """Refuse names that a header cannot hold. Control characters are allowed: messages show names by `quoted`.
 
     Raises:
         FormatError: reserved, or not encodable.
@@ -167,7 +167,7 @@ def check_name(name: str) -> None:
 
 
 def check_plain_name(name: str) -> None:
-    """Refuse also what would not survive a terminal or a C string, in names that are ours to choose.
+    """Refuse also characters that would not survive a terminal or a C string, in names that we choose.
 
     Raises:
         FormatError: as `check_name`; control characters.
@@ -188,7 +188,7 @@ def back_to_back(tensors: Iterable[TensorSpec], begin: int = 0) -> tuple[TensorE
 
 
 def unused_prefix(start: str, names: Iterable[str]) -> str:
-    """`start`, with as few underscores behind it as it takes for none of `names` to start so."""
+    """`start`, with as few underscores behind it as it takes for none of `names` to start with it."""
     tails = [name[len(start) :] for name in names if name.startswith(start)]
     return start + "_" * max((len(tail) - len(tail.lstrip("_")) + 1 for tail in tails), default=0)
 
@@ -255,7 +255,7 @@ def build_header(
 
 
 def header_seal(ordered: Sequence[TensorEntry], metadata: Mapping[str, str]) -> str:
-    """Checksum of what a header says (not of how it is spelled), its own seal left out; entries in file order."""
+    """Checksum of what a header says (not of its spelling), without its own seal; entries in file order."""
     bare = {key: metadata[key] for key in sorted(metadata) if key != SEAL_KEY}
     return f"{checksum_bytes(_header_text(ordered, bare)):016x}"
 
@@ -290,7 +290,7 @@ def slot_pack(chunks: Sequence[ChunkSpec]) -> Layout:
 
 
 def capacity_pack(chunks: Sequence[ChunkSpec]) -> Layout:
-    """A pack of the same chunks as opaque U8 tensors of fixed capacity, named as the chunks: for encoded chunks."""
+    """A pack for encoded chunks: each chunk is an opaque U8 tensor of fixed capacity, named as the chunk."""
     extents = []
     for chunk in chunks:
         content_bytes = sum(tensor_bytes(f"{chunk.name}.{name}", dtype, (n,)) for name, dtype, n in chunk.sections)

@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for.
+"""JSON from untrusted files.
 
 Scope: UTF-8, one value, no duplicate keys, no NaN or Infinity, numbers and nesting bounded.
 Not here: what the value means (see `validate.py`, `tree.py`).
@@ -14,7 +14,7 @@ from typing import Any
 from tierstore.errors import FormatError
 
 MOST_DEPTH = 256
-"""Of lists and objects in each other."""
+"""The deepest nesting of lists and objects."""
 _LONGEST_INTEGER = 20
 """Characters of the longest number that fits 64 bits, sign included."""
 
@@ -23,7 +23,7 @@ def parse_json(text: bytes | str, source: str) -> Any:
     """The value that `text` holds.
 
     Args:
-        source: what is read, for the message: a path, say.
+        source: what is read, for the message: for example a path.
 
     Raises:
         FormatError: not UTF-8, not JSON, a key twice in one object, NaN, Infinity or a number too large, too deep.
@@ -43,7 +43,7 @@ def parse_json(text: bytes | str, source: str) -> Any:
         raise FormatError(f"{source}: JSON is nested too deep ({len(text)} B of text)") from None
     except ValueError as error:  # JSONDecodeError, and the hooks below
         raise FormatError(f"{source}: not valid JSON: {error}") from None
-    if not _is_shallow(value):  # what reads it may call itself for each level
+    if not _is_shallow(value):  # a reader may recurse for each level
         raise FormatError(f"{source}: JSON is nested too deep ({len(text)} B of text)")
     return value
 
@@ -74,7 +74,7 @@ def _integer(digits: str) -> int:
     if len(digits) > _LONGEST_INTEGER:
         raise ValueError(f"an integer of {len(digits)} digits does not fit 64 bits")
     if digits == "-0":
-        raise ValueError("-0 is not an integer")  # to others it is a float, or the file none of the format
+        raise ValueError("-0 is not an integer")  # other readers take it for a float, or refuse the file
     return int(digits)
 
 

@@ -5,7 +5,7 @@ scalars, exactly those types. Dictionaries may have any key that is hashable and
 Not here: tensors of a framework (callers turn them into arrays and tag them); where arrays are written.
 Owner: none; pure functions.
 
-Plain values are themselves in JSON. Everything else is an object with one key that starts with `$`:
+Plain values are written as they are in JSON. Everything else is an object with one key that starts with `$`:
 `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}`, `{"$array": "name"}`, `{"$float": "7ff0000000000000"}` and so on;
 a dictionary with such a key of its own is written as `$dict`, so the two are never confused.
 """
@@ -31,7 +31,7 @@ from tierstore.pack.strict_json import MOST_DEPTH
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_DEPTH = MOST_DEPTH // 4
-"""Of state, however it is written: a level takes up to three of JSON, and there is a document around it."""
+"""The most levels of state, however it is written: a level takes up to three of JSON, and a document is around it."""
 _ARRAY_DTYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8"])
 """`dtype.str` of what both numpy and safetensors hold."""
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
@@ -47,7 +47,7 @@ def encode(state: Any, name: str = "state", *, depth: int = 0) -> tuple[Any, dic
     The arrays are those of `state`, not copies; each name starts with `name` and is the path to the array.
 
     Args:
-        depth: of a state that will stand in another one: how deep.
+        depth: how deep the state will stand inside a larger one.
 
     Raises:
         FormatError: a value of another type, by its path: `scheduler.lambdas[0]: cannot store function`.
@@ -57,7 +57,7 @@ def encode(state: Any, name: str = "state", *, depth: int = 0) -> tuple[Any, dic
 
 
 def decode(tree: Any, arrays: Mapping[str, Array], name: str = "state") -> Any:
-    """What `encode` was given; the arrays are those of `arrays`, not copies.
+    """The state that `encode` was given; its arrays are those of `arrays`, not copies.
 
     Raises:
         FormatError: `tree` is not what `encode` gives, or an array is missing or of another dtype or shape.

@@ -1,4 +1,4 @@
-"""Reading the header of a safetensors file that nobody vouches for.
+"""Reading the header of an untrusted safetensors file.
 
 Scope: every MUST of the format, one error per way to be wrong, nothing allocated that the file is too small to hold.
 Not here: reading data (`io/`); checksums of data (`codecs.py`, and the callers that know them).

@@ -1,6 +1,6 @@
-"""What would help a run most cheaply: fewer commits, a larger batch, checkpointing, memory, a disk, a GPU.
+"""Cheap changes that make a run fit or faster: fewer commits, a larger batch, checkpointing, memory, a disk, a GPU.
 
-Scope: variations of a situation, and what each of them gains.
+Scope: variations of a situation, and the gain of each.
 Not here: the strategies of one situation (`plan/strategies.py`).
 """
 
@@ -15,19 +15,19 @@ from tierstore.errors import ConfigError
 from tierstore.plan.layers import is_timed
 from tierstore.plan.strategies import Option, Situation, Strategy, fastest, options_of, sizes_needed
 
-_HELPS = 1.1  # times the tokens per second, from which a change is worth a sentence
-_GOOD = 0.9  # efficiency from which a larger batch is not asked for
+_HELPS = 1.1  # factor on tokens per second from which a change is worth a sentence
+_GOOD = 0.9  # no larger batch is suggested from this efficiency on
 _MOST_DOUBLINGS = 10
 _OPTIONS = {Tier.GPU: "--gpu-memory", Tier.CPU: "--cpu-memory", Tier.NVME: "--nvme-capacity"}
-_STEPS_PER_COMMIT = 50  # what is written for a commit is then 2 % of what it is at each step
+_STEPS_PER_COMMIT = 50  # commits then write 2 % of what they write when every step commits
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that can be done, and the run that it makes.
+    """A change that a person can make, and the run that results.
 
     Attributes:
-        gain: tokens per second against those of before; None where nothing fitted before.
+        gain: tokens per second relative to those before the change; None if nothing fitted before.
     """
 
     text: str
@@ -41,15 +41,15 @@ class Change:
 
 
 def tokens_per_s(situation: Situation, option: Option) -> float:
-    """Of all GPUs together; 0 without a step."""
+    """Tokens per second of all GPUs together; 0 if the option has no step."""
     return situation.job.tokens_per_step / option.step_s if option.step_s else 0.0
 
 
 def changes(situation: Situation, now: Option | None) -> tuple[Change, ...]:
-    """What makes the run fit or faster, the cheapest first: settings, memory, a disk, a GPU for every node.
+    """Changes that may make the run fit or faster, the cheapest first: settings, memory, a disk, a GPU for every node.
 
     Args:
-        now: the fastest that fits; None if nothing does.
+        now: the fastest option that fits; None if none does.
     """
     found = []
     for text, other in _variations(situation, now):
@@ -61,12 +61,12 @@ def changes(situation: Situation, now: Option | None) -> tuple[Change, ...]:
 
 
 def cheapest(found: tuple[Change, ...]) -> Change | None:
-    """The first that helps."""
+    """The first change that helps."""
     return next((change for change in found if change.helps), None)
 
 
 def _best(situation: Situation, now: Option | None) -> Option | None:
-    """The fastest that fits, among those that can be it: the engine's split does at least what a uniform one does."""
+    """The fastest option that fits, of the strategies that can win: the engine's split is as good as a uniform one."""
     candidates = {Strategy.NOTHING, Strategy.ENGINE} | ({now.strategy} if now else set())
     return fastest(options_of(situation, [strategy for strategy in Strategy if strategy in candidates]))
 
@@ -78,7 +78,7 @@ def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str,
             f"--commit-every {_STEPS_PER_COMMIT} (a kill then loses up to {_STEPS_PER_COMMIT} steps)",
             replace(situation, commit_every=_STEPS_PER_COMMIT),
         )
-    if job.dtype != "fp32" and is_timed(node.rates.layers, "fp32"):  # a CPU may have no products of 16 bits
+    if job.dtype != "fp32" and is_timed(node.rates.layers, "fp32"):  # a CPU may have no fast 16-bit products
         yield "--dtype fp32", replace(situation, job=replace(job, dtype="fp32"))
     if not job.checkpointing:
         yield "--checkpointing", replace(situation, job=replace(job, checkpointing=True))
@@ -104,7 +104,7 @@ def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str,
 
 
 def _large_enough(situation: Situation) -> Iterator[tuple[str, Situation]]:
-    """Memory and disks that are just enough for the engine's own split; without disks, what they would have to be."""
+    """Memory and disks just large enough for the engine's own split; for a node without disks, also with new disks."""
     disks = [situation.node.nvme_bytes] if situation.node.nvme_bytes else [0.0, math.inf]
     for nvme_bytes in disks:
         node = replace(situation.node, nvme_bytes=nvme_bytes)
@@ -121,7 +121,7 @@ def _large_enough(situation: Situation) -> Iterator[tuple[str, Situation]]:
 
 
 def _larger_batch(situation: Situation, now: Option) -> Iterator[tuple[str, Situation]]:
-    """As many times the batch as hides the rest behind computing, or as many as fit; likewise of micro-batches."""
+    """The batch, then the micro-batches, doubled until computing would hide the rest, or as often as fits."""
     wanted = min(math.ceil(math.log2(_GOOD / max(now.efficiency, 2.0**-_MOST_DOUBLINGS))), _MOST_DOUBLINGS)
     for name in ("batch", "accumulate"):
         for doublings in range(wanted, 0, -1):
@@ -133,7 +133,7 @@ def _larger_batch(situation: Situation, now: Option) -> Iterator[tuple[str, Situ
 
 
 def _more_gpus(situation: Situation) -> Iterator[tuple[str, Situation]]:
-    """One more GPU in a node that has one; otherwise, as nodes come, or compute themselves, twice as many nodes."""
+    """A second GPU for nodes with one; for nodes with several, or that compute on the CPU, twice as many nodes."""
     layout, node, job = situation.layout, situation.node, situation.job
     try:
         if layout.gpus == 1 and not node.computes_on_cpu:
@@ -147,4 +147,4 @@ def _more_gpus(situation: Situation) -> Iterator[tuple[str, Situation]]:
         batch = job.batch * more.data // layout.data
         yield text, replace(situation, layout=more, node=larger, job=replace(job, batch=batch))
     except ConfigError:
-        return  # degrees that this number cannot be divided by
+        return  # the parallel degrees do not divide this number of GPUs

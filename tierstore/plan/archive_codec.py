@@ -1,11 +1,11 @@
-"""Which codec pays for the chunks of an archive, from ratios and rates that were measured on them.
+"""Which codec pays for the chunks of an archive, from ratios and rates measured on them.
 
 Scope: the decision and its reason. Not here: measuring (`pack/codec_rates.py`); training state (`codec_choice.py`).
 
-[Note: what pays] Of a pack from which a disk of rate B is read, content arrives at the rate min(C, R * B), with R the
-ratio and C the rate of decoding in all cores: reading the next chunk and decoding this one overlap. The codec that
-gives the highest rate is taken. Of an archive, for which no rate is named, the smallest is taken. A codec that gains
-less than 2 % is not worth its seconds.
+[Note: what pays] A pack that is read from a disk of rate B gives content at the rate min(C, R * B), where R is the
+ratio and C the decoding rate of all cores: reading the next chunk and decoding this one overlap. The codec with the
+highest rate is taken. For an archive, for which no disk rate is given, the codec with the highest ratio is taken. A
+codec that gains less than 2 % is not worth its time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_GAIN = 1.02
 
 @dataclass(frozen=True, slots=True)
 class ArchiveChoice:
-    """The codec of one dtype, and why, as a person reads it."""
+    """The codec for one dtype, and the reason in words."""
 
     codec: Codec
     reason: str
@@ -33,7 +33,7 @@ def choose_for_archive(measured: Sequence[CodecRates], read_bytes_per_s: float |
     """See [Note: what pays].
 
     Args:
-        read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive.
+        read_bytes_per_s: rate of the disk from which the pack will be read; None for an archive.
     """
     if not measured:
         return ArchiveChoice(Codec.NONE, "there are no bytes to encode", ())

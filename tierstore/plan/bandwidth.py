@@ -1,6 +1,6 @@
 """Measured rates as plain data.
 
-Scope: the table of rates, its JSON form, and a rate as observed transfers tell it.
+Scope: the table of rates, its JSON form, and the estimate of a rate from observed transfers.
 Not here: the measuring (`measure/`), files (`io/table_file.py`).
 """
 
@@ -23,14 +23,14 @@ from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import TimedLayer
 
 VERSION = 4
-"""Of the form: 2 has rates of norms, timed layers, and the cores of a collective, 3 that of syncs, 4 sizes; what an
-older table has a newer one has too."""
+"""Version of the JSON form: 2 added rates of norms, timed layers, and the cores of a collective, 3 the rate of syncs,
+4 sizes. A newer form has all fields of the older ones."""
 _READ_VERSIONS = (1, 2, 3, VERSION)
 _OF_DISKS = ("read_bytes_per_s", "write_bytes_per_s", "shared_bytes_per_s", "sync_bytes_per_s")
 _AT_ONCE = 10
-"""A sync that is so many times as fast as writes takes no time that counts."""
+"""A sync that is this many times as fast as writes takes negligible time."""
 REPORT = "report"
-"""A key that whoever writes a table may add; it is not read."""
+"""A key that the writer of a table may add; it is ignored when the table is read."""
 
 
 class Activity(enum.Enum):
@@ -45,7 +45,7 @@ class Activity(enum.Enum):
 
 
 PAIRS = tuple(itertools.permutations(Activity, 2))
-"""Each activity beside each other."""
+"""Every ordered pair of different activities."""
 
 
 class _Part:
@@ -54,7 +54,7 @@ class _Part:
 
 
 def middle(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and the quartiles; those of few are the smallest and the largest."""
+    """The median and the quartiles; of fewer than four samples, the smallest and the largest instead."""
     if len(samples) < 4:
         return statistics.median(samples), min(samples), max(samples)
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -74,12 +74,12 @@ class Rate(_Part):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Rate:
-        """Of at least one sample."""
+        """The rate of these samples, at least one."""
         return cls(*middle(samples))
 
     @property
     def spread(self) -> float:
-        """The distance of the quartiles as a share of the median."""
+        """The distance between the quartiles as a share of the median."""
         return (self.high - self.low) / self.per_s
 
 
@@ -88,8 +88,8 @@ class DirectoryRates(_Part):
     """One directory at its best block size and number of threads.
 
     Attributes:
-        both: reads and writes at once, as many bytes this way as that; their sum.
-        is_direct: by O_DIRECT; else through the page cache, and then this is the rate of memory.
+        both: the sum of reads and writes at once, as many bytes each way.
+        is_direct: measured with O_DIRECT; else through the page cache, and then the rates are those of memory.
     """
 
     path: str
@@ -111,8 +111,8 @@ class CodecRates(_Part):
     """One codec on one thread.
 
     Attributes:
-        data: what was encoded.
-        ratio: bytes before to bytes after.
+        data: the kind of data that was encoded.
+        ratio: bytes before encoding to bytes after.
     """
 
     codec: Codec
@@ -139,7 +139,7 @@ class Slowdown(_Part):
 
 @dataclass(frozen=True, slots=True)
 class NamedRate(_Part):
-    """The spread of a rate of the table, by the name of its field."""
+    """The spread of a rate of the table, under the name of its field."""
 
     name: str
     rate: Rate
@@ -147,11 +147,11 @@ class NamedRate(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Sizes(_Part):
-    """What the machine that was measured has, in bytes.
+    """Memory and disk space of the measured machine, in bytes.
 
     Attributes:
         cpu_bytes: its memory.
-        nvme_bytes: what was free in the directories, together.
+        nvme_bytes: free space in all directories together.
         gpu_bytes: memory of the GPU; None where none was measured.
     """
 
@@ -167,29 +167,29 @@ class Sizes(_Part):
 
 @dataclass(frozen=True, slots=True)
 class BandwidthTable(_Part):
-    """Rates of one machine. The first seven are always there; the others as far as they were measured.
+    """Rates of one machine. The first seven are always there; the others only if they were measured.
 
-    [Note: syncs] Writes may end in a cache that forgets: DRAM of a drive, the memory of the host of a virtual disk.
-    What is there goes to the medium when it is synced, at the end of each commit, and the disk may do nothing else
-    meanwhile (a virtual disk that read at 3.6 and took writes at 3.9 GB/s synced them at 1.3 GB/s, and read 0.04 GB/s
-    beside that; 2026-11-25). A sync that takes next to nothing is not counted: there is no such cache.
+    [Note: syncs] Writes may end in a volatile cache: the DRAM of a drive, or the host memory behind a virtual disk. The
+    sync at the end of each commit moves the cached bytes to the medium, and the disk may do nothing else meanwhile (a
+    virtual disk that read at 3.6 and took writes at 3.9 GB/s synced them at 1.3 GB/s, and read at 0.04 GB/s during the
+    sync; 2026-11-25). A sync that takes next to no time is not counted: then there is no such cache.
 
     Attributes:
         read_bytes_per_s: NVMe, reads alone (all directories together).
         write_bytes_per_s: NVMe, writes alone.
-        shared_bytes_per_s: NVMe, reads and writes at once, their sum: they share one budget.
+        shared_bytes_per_s: NVMe, the sum of reads and writes at once.
         h2d_bytes_per_s: CPU memory (pinned) to device.
         d2h_bytes_per_s: device to CPU memory (pinned).
         memory_bytes_per_s: copies within CPU memory.
         adam_elements_per_s: the CPU optimizer, all its threads, bf16 weights.
         adam_fp32_elements_per_s: likewise, fp32 weights.
         h2d_pageable_bytes_per_s, d2h_pageable_bytes_per_s: from and to memory that is not pinned.
-        checksum_bytes_per_s: of one thread.
+        checksum_bytes_per_s: on one thread.
         norm_elements_per_s: sums of squares of bf16 gradients, all threads of the CPU optimizer.
         matmul_flop_per_s: of the device, bf16 (on a CPU fp32).
-        sync_bytes_per_s: NVMe, of a sync of what was written. See [Note: syncs].
-        collective: between the ranks that measured it.
-        layers: of a model, computed by the cores of this machine; none where a GPU computes.
+        sync_bytes_per_s: NVMe, bytes that were written and are then synced, per second of the sync. See [Note: syncs].
+        collective: cost of a collective between the ranks that measured it.
+        layers: timed layers of a model, computed on the cores of this machine; none if a GPU computes.
         spreads: of the rates above.
         sizes: of the machine.
     """
@@ -220,10 +220,10 @@ class BandwidthTable(_Part):
         _check_positive(self, RATE_NAMES)
 
     def disk_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Time of this traffic on the disks, reads and writes at once as far as both last.
+        """Time of this traffic on the disks; reads and writes run at once as long as both last.
 
-        How much of the shorter of the two is hidden behind the longer comes from the shared rate, measured with
-        as many bytes read as written: nothing on a disk whose ways share one budget, all of it on a full-duplex one.
+        The shared rate, measured with as many bytes read as written, tells how much of the shorter time is hidden
+        behind the longer: nothing if reads and writes share one budget, all of it on a full-duplex disk.
         """
         read_s, write_s = 1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s
         hidden = min(1.0, (read_s + write_s - 2 / self.shared_bytes_per_s) / min(read_s, write_s))
@@ -231,19 +231,19 @@ class BandwidthTable(_Part):
         return reading_s + writing_s - hidden * min(reading_s, writing_s)
 
     def durable_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """`disk_seconds`, and those of the sync of what is written if it waits in a cache, each byte as often as it is.
+        """`disk_seconds`, plus `sync_seconds` of all written bytes; a byte that is written twice counts twice.
 
         See [Note: syncs].
         """
         return self.disk_seconds(read_bytes, written_bytes) + self.sync_seconds(written_bytes)
 
     def sync_seconds(self, written_bytes: float) -> float:
-        """Of a sync of what is written if it waits in a cache. See [Note: syncs]."""
+        """Time to sync these bytes if the disk caches writes, else 0. See [Note: syncs]."""
         return written_bytes / (self.sync_bytes_per_s or math.inf) if self.caches_writes else 0.0
 
     @property
     def caches_writes(self) -> bool:
-        """Whether a sync takes a part of the time of writes that counts. See [Note: syncs]."""
+        """Whether a sync takes more than a negligible part of the time of its writes. See [Note: syncs]."""
         return self.sync_bytes_per_s is not None and self.sync_bytes_per_s < _AT_ONCE * self.write_bytes_per_s
 
     def slowdown(self, activity: Activity, beside: Activity) -> float:
@@ -251,15 +251,15 @@ class BandwidthTable(_Part):
         return next((s.factor for s in self.slowdowns if (s.activity, s.beside) == (activity, beside)), 1.0)
 
     def scaled(self, *, disk: float) -> BandwidthTable:
-        """A machine whose disks are so many times as fast.
+        """The rates of the same machine with disks `disk` times as fast.
 
-        What was measured of single directories and codecs, and the spreads, is left out.
+        Rates of single directories and codecs, and spreads, are left out.
         """
         scaled = {name: rate * disk for name in _OF_DISKS if (rate := getattr(self, name)) is not None}
         return replace(self, **scaled, directories=(), codecs=(), spreads=())
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object: the version of the form, and what was measured by name."""
+        """A JSON object: the version of the form, and each measured field by name."""
         return {"version": VERSION, **_ADAPTER.dump_python(self, mode="json", exclude_defaults=True)}
 
     @classmethod
@@ -267,7 +267,7 @@ class BandwidthTable(_Part):
         """The table of a JSON object as `to_json` makes it, or of the seven rates alone.
 
         Raises:
-            FormatError: something else; a rate that is missing or not a positive number.
+            FormatError: any other value; a rate that is missing or not a positive number.
         """
         if not isinstance(value, dict):
             raise FormatError(f"a bandwidth table is a JSON object, not {type(value).__name__}")
@@ -276,7 +276,7 @@ class BandwidthTable(_Part):
             known = ", ".join(map(str, _READ_VERSIONS))
             raise FormatError(f"a bandwidth table of version {version!r}; this tierstore reads versions {known}")
         rates = {name: part for name, part in value.items() if name not in ("version", REPORT)}
-        try:  # as text: what JSON can hold, and nothing that only looks like it
+        try:  # as text: accepts only what JSON can hold
             return _ADAPTER.validate_json(json.dumps(rates), strict=True)
         except ValidationError as error:
             raise FormatError(f"bandwidth table: {first_wrong(error)}") from None
@@ -285,7 +285,7 @@ class BandwidthTable(_Part):
 
 
 RATE_NAMES = tuple(field.name for field in fields(BandwidthTable) if field.name.endswith("_per_s"))
-"""Fields of a table that are a rate."""
+"""Fields of a table that are rates."""
 
 _ADAPTER = TypeAdapter(BandwidthTable)
 
@@ -298,7 +298,7 @@ def _check_positive(owner: object, names: Sequence[str]) -> None:
 
 
 def first_wrong(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+    """The first error that was found, and where."""
     found = error.errors(include_url=False)[0]
     where = ".".join(map(str, found["loc"]))
     what = str(found.get("ctx", {}).get("error", found["msg"])).replace("keyword argument", "name")
@@ -306,9 +306,9 @@ def first_wrong(error: ValidationError) -> str:
 
 
 class Estimator:
-    """A rate from observed transfers, forgetting old ones.
+    """A rate estimated from observed transfers; old ones are forgotten.
 
-    Bytes and seconds are averaged apart and then divided, so that a small transfer counts little.
+    Bytes and seconds are averaged separately and then divided, so that a small transfer counts little.
 
     Args:
         weight: of the newest observation, above 0 and at most 1.
@@ -323,11 +323,11 @@ class Estimator:
         self._seconds = 0.0
 
     def observe(self, nbytes: float, seconds: float) -> None:
-        """Counts one transfer; one without bytes or time says nothing and is left out."""
+        """Counts one transfer; a transfer without bytes or time is ignored."""
         if nbytes <= 0 or seconds <= 0:
             return
         self.observations += 1
-        # An average over the first few, which turns into the exponential one: no start value to forget.
+        # A plain mean of the first few, which turns into an exponential one: so there is no start value to forget.
         weight = max(self.weight, 1 / self.observations)
         self._bytes += weight * (nbytes - self._bytes)
         self._seconds += weight * (seconds - self._seconds)

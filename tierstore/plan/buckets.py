@@ -5,9 +5,9 @@ Not here: the cost of one collective (`plan/cost_model.py`), what to do about a 
 
 [Note: the channel]
 Collectives of one group start in one order and share one channel. A bucket starts when its gradients are ready, all
-earlier ones have started, and fewer than `max_in_flight` of them are unfinished. Of collectives in flight together,
-the fixed costs pass side by side while their bytes go one after the other: more in flight hide alpha, never n / beta.
-While one runs, compute has what it leaves of the cores (`CostModel.cores`): all that come later are as much later.
+earlier buckets have started, and fewer than `max_in_flight` of them are unfinished. The fixed costs of collectives in
+flight together overlap, but their bytes go one after the other: more in flight hide alpha, never n / beta. While a
+collective runs, compute has only the rest of the cores (`CostModel.cores`), which delays all later gradients.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tierstore.errors import ConfigError
 from tierstore.plan.cost_model import CostModel
 
 _CAPS_PER_OCTAVE = 8
-_ROUNDING = 1e-12  # share of a time by which sums may miss it
+_ROUNDING = 1e-12  # relative rounding error of sums of times
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A part of backward: its compute, after which its gradients of `nbytes` are there."""
+    """A part of backward: its compute, after which its gradients of `nbytes` are ready."""
 
     nbytes: int
     compute_s: float
@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient of `nbytes` that is there `ready_s` after the start of the step."""
+    """A gradient of `nbytes` that is ready `ready_s` after the start of the step."""
 
     nbytes: int
     ready_s: float
@@ -52,7 +52,7 @@ class BucketEvent:
     """One bucket of one step, computed or measured; times in seconds from the start of the step.
 
     Attributes:
-        ready_s: the last of its gradients is there.
+        ready_s: its last gradient is ready.
         start_s: its collective is launched.
         end_s: its collective is done.
     """
@@ -64,7 +64,7 @@ class BucketEvent:
     end_s: float
 
     def exposed_s(self, compute_s: float) -> float:
-        """The part of its collective that lies after the compute."""
+        """The part of the collective's time that lies after the compute."""
         return max(0.0, self.end_s - max(self.start_s, compute_s))
 
 
@@ -74,7 +74,7 @@ class Timeline:
 
     Attributes:
         compute_s: when forward and backward are done, or would be without collectives beside them.
-        slowed_s: how much later they are done with them.
+        slowed_s: how much collectives beside them delay that.
         events: in the order of launch.
     """
 
@@ -101,7 +101,8 @@ class Timeline:
     def hidden_share(self) -> float:
         """Share of the communication that costs nothing, `1 - (T_overlap - T_compute) / T_comm`; 1 without any.
 
-        0 where a measured channel stood idle after the compute, so that the step took longer than both in turn.
+        0 if a measured channel stood idle after the compute, so that the step took longer than compute and
+        communication in turn.
         """
         communication_s = self.communication_s
         return max(0.0, 1 - (self.seconds - self.compute_s) / communication_s) if communication_s > 0 else 1.0
@@ -115,7 +116,7 @@ class Timeline:
 
 
 def backward(layers: Sequence[Layer], start_s: float = 0.0) -> tuple[Gradient, ...]:
-    """The gradients of layers, given in the order in which backward computes them; `start_s` is all before it."""
+    """The gradients of layers, given in the order in which backward computes them; `start_s` is the time before."""
     gradients, now_s = [], start_s
     for layer in layers:
         now_s += layer.compute_s
@@ -127,7 +128,7 @@ def form_buckets(sizes: Sequence[int], cap_bytes: float, first_cap_bytes: float 
     """Runs of indices, each closed by the gradient that brings it to the cap: DDP's rule, so a bucket may exceed it.
 
     Args:
-        first_cap_bytes: of the first bucket alone (DDP: 1 MiB); None is `cap_bytes`.
+        first_cap_bytes: cap of the first bucket alone (DDP: 1 MiB); None is `cap_bytes`.
 
     Source: `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.
     """
@@ -157,15 +158,15 @@ def timeline(
 ) -> Timeline:
     """The step of these buckets, launched in this order. See [Note: the channel].
 
-    Every launch moves all later compute by `launch_s`, and every collective by the share of its time that it computes.
+    Every launch delays all later compute by `launch_s`, and every collective by `CostModel.cores` of its own time.
 
     Args:
         buckets: indices of gradients; a bucket is ready with the last of them.
-        compute_s: when compute is done without launches; None is the last gradient.
+        compute_s: when compute would be done without launches; None: with the last gradient.
         overlap: False starts every bucket after the compute.
 
     Raises:
-        ConfigError: `max_in_flight` below 1, or compute that ends before a gradient is there.
+        ConfigError: `max_in_flight` below 1, or compute that ends before a gradient is ready.
     """
     last_s = max((gradient.ready_s for gradient in gradients), default=0.0)
     end_s = last_s if compute_s is None else compute_s
@@ -193,13 +194,13 @@ def timeline(
 
 
 def _reached(computed_s: float, events: Sequence[BucketEvent], cores: float) -> float:
-    """When so much is computed, beside collectives that leave it the rest of the cores."""
+    """When `computed_s` seconds of compute are done, beside collectives that take the share `cores` while they run."""
     if not cores:
         return computed_s
     now_s, left_s = 0.0, computed_s
     for event in events:
         begin_s = max(event.start_s, now_s)
-        # What is ready as a collective starts is ready before it: an ulp too late would wait for its end on one core.
+        # A gradient ready as a collective starts counts as ready before: an ulp late, it would wait for all of it.
         if left_s <= begin_s - now_s + _ROUNDING * begin_s:
             break
         left_s -= begin_s - now_s
@@ -216,8 +217,8 @@ class SweepRow:
     """A bucket size, and the step that it makes.
 
     Attributes:
-        largest_bytes: of a bucket.
-        seconds, serial_s: of the step, with and without overlap.
+        largest_bytes: size of the largest bucket.
+        seconds, serial_s: time of the step with and without overlap.
     """
 
     cap_bytes: float
@@ -276,11 +277,13 @@ def best_bucket_bytes(
     first_cap_bytes: float | None = None,
     slack: float = 0.0,
 ) -> int:
-    """The cap of `candidate_caps` whose simulated step is the shortest; of equally good ones the largest.
+    """The cap of `candidate_caps` with the shortest simulated step, or a larger one that makes the same buckets.
+
+    Of equally good caps the largest is taken.
 
     Args:
-        first_cap_bytes: of the first bucket, where it is fixed.
-        slack: a step longer by this share is equally good.
+        first_cap_bytes: cap of the first bucket, if it is fixed.
+        slack: a step that is longer by this share is equally good.
     """
     sizes = [gradient.nbytes for gradient in gradients]
     caps = candidate_caps(sizes)
@@ -293,7 +296,7 @@ def best_bucket_bytes(
 
 
 def _loosest(sizes: Sequence[int], cap_bytes: int, first_cap_bytes: float | None) -> int:
-    """The largest cap that makes the same buckets: each is closed by a gradient that goes beyond most caps."""
+    """The largest cap that makes the same buckets: the size of the smallest one that was closed by reaching the cap."""
     runs = form_buckets(sizes, cap_bytes, first_cap_bytes)
     closed = runs[:-1] if first_cap_bytes is None else runs[1:-1]
     return min((sum(sizes[index] for index in run) for run in closed), default=max(cap_bytes, sum(sizes)))

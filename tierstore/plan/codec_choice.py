@@ -1,6 +1,6 @@
 """Which codec pays for one kind of chunks, and the sentence that says why.
 
-Scope: the decision, on rates that were measured; formulas in `costs.py`.
+Scope: the decision, from measured rates; formulas in `costs.py`.
 Not here: measuring codecs (`pack/codec_rates.py`) and disks; which tensors are measured (`train/codec_trial.py`).
 """
 
@@ -15,19 +15,19 @@ from tierstore.plan.costs import codec_rate_bytes_per_s
 from tierstore.plan.placement import Kind
 
 WORTH = 1.05
-"""A codec must be faster than the raw disk by this factor: less than that is lost in how rates vary."""
+"""A codec must be faster than the raw disk by this factor: a smaller gain is lost in the variation of rates."""
 _READS_PER_WRITE = {Kind.WEIGHTS: 2.0, Kind.STATE: 1.0, Kind.GRADIENTS: 1.0}
-"""Of a step: weights are read for forward and for backward."""
+"""In a step: weights are read for forward and for backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a codec works beside.
+    """The disks and cores that a codec works with.
 
     Attributes:
-        read_bytes_per_s, write_bytes_per_s: of the disks, all together.
-        cores: how many en- and decode at once.
-        is_overlapped: en- and decoding hide behind the disk; not so where the model computes on the same cores.
+        read_bytes_per_s, write_bytes_per_s: of all disks together.
+        cores: how many of them encode and decode at once.
+        is_overlapped: encoding and decoding hide behind the disk; False if the model computes on the same cores.
     """
 
     read_bytes_per_s: float
@@ -38,16 +38,16 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """What was decided for one kind, and why, as a person reads it."""
+    """The codec for one kind, and the reason in words."""
 
     codec: Codec
     why: str
 
 
 def choose_codec(kind: Kind, measured: Sequence[CodecRates], conditions: Conditions) -> CodecChoice:
-    """The codec with which a step reads and writes this kind in the shortest time; none unless it is `WORTH` it."""
+    """The codec with which a step reads and writes this kind fastest; none if it gains less than `WORTH`."""
     raw_s = 1 / conditions.read_bytes_per_s * _READS_PER_WRITE[kind] + 1 / conditions.write_bytes_per_s
-    # No faster than the ratio, however fast the codec.
+    # However fast a codec is, it gains no more than its ratio.
     smaller = [rates for rates in measured if rates.ratio >= WORTH]
     best = min(smaller, key=lambda rates: seconds_per_byte(kind, rates, conditions), default=None)
     if best is None:
@@ -64,7 +64,7 @@ def choose_codec(kind: Kind, measured: Sequence[CodecRates], conditions: Conditi
 
 
 def seconds_per_byte(kind: Kind, rates: CodecRates, conditions: Conditions) -> float:
-    """Time of a step per raw byte of a kind, read and written as often as a step does."""
+    """Time that a step takes per raw byte of a kind, read and written as often as a step does."""
     ways = (
         (_READS_PER_WRITE[kind], conditions.read_bytes_per_s, rates.decode_bytes_per_s),
         (1.0, conditions.write_bytes_per_s, rates.encode_bytes_per_s),

@@ -25,9 +25,9 @@ class CostModel:
     Attributes:
         alpha_s: fixed cost of a message.
         beta_bytes_per_s: bytes of the tensor (not of the wire) per second.
-        launch_s: time that starting one takes from the compute.
-        cores: share of what computes that a collective takes while it runs: nothing on a GPU that has a network card
-            do it, all of it where one thread computes and sums by turns.
+        launch_s: time that launching a collective takes from the compute.
+        cores: share of the computing cores that a collective takes while it runs: 0 on a GPU whose network card does
+            the work, 1 where one thread computes and sums by turns.
 
     Source: Hockney, "The communication challenge for MPP" (Parallel Computing, 1994).
     """
@@ -62,7 +62,7 @@ class CostModel:
         return efficiency / (1 - efficiency) * self.alpha_s * self.beta_bytes_per_s
 
     def efficiency(self, nbytes: float) -> float:
-        """Share of a message's time that its bytes take; 1 where messages cost nothing."""
+        """Share of a message's time that its bytes take; 1 if messages cost nothing."""
         seconds = self.seconds(nbytes)
         return nbytes / self.beta_bytes_per_s / seconds if seconds > 0 else 1.0
 
@@ -80,9 +80,9 @@ class Fit:
     """A fitted interconnect, and how far it may be trusted.
 
     Attributes:
-        timings: what it was fitted to, by size.
+        timings: the timings that it was fitted to, by size.
         residual: median of `|predicted - measured| / measured`.
-        worst_residual: the largest of them; outliers, which the fit leaves aside, count here.
+        worst_residual: the largest of these errors; outliers, which count little in the fit, count here.
     """
 
     model: CostModel
@@ -92,10 +92,11 @@ class Fit:
 
 
 def fit_timings(timings: Sequence[Timing]) -> Fit:
-    """Alpha and beta of least relative error, with outliers weighed down.
+    """Alpha and beta with the least relative errors; outliers get less weight.
 
-    Errors are relative, so that the small messages, which alone tell alpha, count as much as the large ones. Neither
-    part is negative: where the line asks for that, it goes through the origin (alpha 0), or is level (beta infinite).
+    Errors are relative, so that small messages, which alone determine alpha, count as much as large ones. Neither part
+    is negative: where the best line would make one so, it goes through the origin (alpha 0) or is level (beta
+    infinite).
 
     Source: iteratively reweighted least squares with Huber's weights, from a start by repeated medians (Siegel, 1982).
 
@@ -123,7 +124,7 @@ def _errors(points: Sequence[Timing], alpha_s: float, s_per_byte: float) -> list
 
 
 def _repeated_medians(points: Sequence[Timing]) -> tuple[float, float]:
-    """A line that up to half of the points cannot pull away."""
+    """A line that outliers cannot pull away, up to half of the points."""
     slopes = []
     for one in points:
         of_one = [
@@ -137,14 +138,14 @@ def _repeated_medians(points: Sequence[Timing]) -> tuple[float, float]:
 
 def _weights(points: Sequence[Timing], alpha_s: float, s_per_byte: float) -> list[float]:
     errors = [abs(error) for error in _errors(points, alpha_s, s_per_byte)]
-    # Where most points lie on the line exactly the scale is 0: a floor keeps the others from having no say at all.
+    # If most points lie exactly on the line, the scale is 0: a floor keeps the other points from losing all weight.
     limit = max(_HUBER * _MAD_TO_SIGMA * median(errors), 1e-6)
     return [min(1.0, limit / error) if error else 1.0 for error in errors]
 
 
 def _weighted_line(points: Sequence[Timing], weights: Sequence[float]) -> tuple[float, float]:
     """Minimises the weighted squares of `(alpha + n * s) / t - 1`, alpha and s not negative."""
-    # Around the weighted mean: of sizes six decades apart, plain sums of squares would cancel to nothing.
+    # Around the weighted mean: with sizes six decades apart, plain sums of squares would cancel to nothing.
     scales = [weight / point.seconds**2 for point, weight in zip(points, weights)]
     mean_bytes = sum(scale * point.nbytes for point, scale in zip(points, scales)) / sum(scales)
     mean_s = sum(scale * point.seconds for point, scale in zip(points, scales)) / sum(scales)

@@ -17,15 +17,16 @@ from tierstore.plan.placement import Grid, Kind, Placement
 
 @dataclass(frozen=True, slots=True)
 class StepPattern:
-    """What a step does, as far as it moves bytes of the disks.
+    """The parts of a step that move bytes from and to the disks.
 
     Attributes:
-        weight_loads: fetches per step of each group whose weights live on NVMe, as `simulate` counts them; None is
-            two (forward and backward) of a trainable or frozen group alike.
-        commits_per_step: 1 / commit_every; 0 without a store. What lives in CPU memory is written for a commit only.
-        micro_batches: backward passes per step; each but the first adds to the spilled gradient.
-        kept_gradients: groups whose gradients of all passes are added on the GPU.
-        read_weights_with_state: the update reads weights that live on NVMe, unless all of them stay on the device.
+        weight_loads: fetches per step of each group whose weights live on NVMe, as `simulate` counts them; None: two
+            (forward and backward) for every group, trainable or frozen.
+        commits_per_step: 1 / commit_every; 0 without a store. Bytes that live in CPU memory are written for commits
+            only.
+        micro_batches: backward passes per step; each except the first adds to the spilled gradient.
+        kept_gradients: groups whose gradients of all passes are summed on the GPU.
+        read_weights_with_state: the update reads weights that live on NVMe, unless all weights stay on the device.
     """
 
     weight_loads: tuple[int, ...] | None = None
@@ -35,13 +36,13 @@ class StepPattern:
     read_weights_with_state: bool = False
 
     def arrivals(self, group: int) -> int:
-        """How often a group's gradient comes to CPU memory."""
+        """How often per step a group's gradient comes to CPU memory."""
         return 1 if group in self.kept_gradients else self.micro_batches
 
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """NVMe bytes of one step by kind, an average when commits are not in every step."""
+    """NVMe bytes of one step by kind; an average if not every step commits."""
 
     read: Mapping[Kind, float]
     written: Mapping[Kind, float]
@@ -64,9 +65,9 @@ class StepTraffic:
 def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> StepTraffic:
     """NVMe traffic of a step in which every trainable group is updated.
 
-    With all of a bf16 model on disk it is 26 B per parameter: weights read 2 + 2 and written 2, state read 10 and
-    written 10. With the weights in CPU memory 22, fp32 28, fp16 30; spilled bf16 gradients add 4 (2 where an update in
-    backward already waits for them, which is not counted here); padding comes on top.
+    A bf16 model that is wholly on disk moves 26 B per parameter: weights are read 2 + 2 and written 2, state is read 10
+    and written 10. With the weights in CPU memory it is 22 B; fp32 is 28 B, fp16 30 B. Spilled bf16 gradients add 4 B
+    (2 B if an update in backward already waits for them, which is not counted here). Padding comes on top.
     """
     loads = pattern.weight_loads
     if loads is not None and len(loads) != len(placement.groups):
@@ -98,14 +99,14 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
 
 
 def phase_seconds(compute_s: float, links_s: Iterable[float] = (), sync_s: float = 0.0) -> float:
-    """A fully overlapped phase: `max(compute, each link's own total) + sync`. Transfers of one link add up before."""
+    """Time of a fully overlapped phase: `max(compute, each link's total) + sync`; `links_s` has one total per link."""
     return max(compute_s, *links_s, 0.0) + sync_s
 
 
 def beside_s(one_s: float, other_s: float, slower: tuple[float, float]) -> float:
-    """Time of two that begin together: both slowed until the shorter is over, then the rest of the other alone.
+    """Time of two activities that begin together: both slowed until one is over, then the rest of the other alone.
 
-    The longer of the two where neither slows the other; their sum where each takes twice as long beside the other.
+    It is the longer time if neither slows the other, and their sum if each takes twice as long beside the other.
 
     Args:
         slower: how many times as long each takes beside the other, 1 or more.
@@ -122,14 +123,14 @@ def efficiency(compute_s: float, seconds: float) -> float:
 
 
 def overlap_speedup(compute_s: float, transfer_s: float, overlap: float) -> float:
-    """Speed-up over one after the other when `overlap` of the shorter of the two is hidden: 1 for 0, at most 2."""
+    """Speed-up over compute and transfer in turn if a share `overlap` of the shorter is hidden: 1 for 0, at most 2."""
     serial_s = compute_s + transfer_s
     overlapped_s = serial_s - overlap * min(compute_s, transfer_s)
     return serial_s / overlapped_s if overlapped_s > 0 else 1.0
 
 
 def overlap_of_shorter(compute_s: float, transfer_s: float, seconds: float) -> float:
-    """Hidden time as a share of the shorter of compute and transfer: 1 is all that can be hidden."""
+    """Hidden time as a share of the shorter of compute and transfer: 1 if all that can be hidden is hidden."""
     shorter_s = min(compute_s, transfer_s)
     return (compute_s + transfer_s - seconds) / shorter_s if shorter_s > 0 else 1.0
 
@@ -140,7 +141,7 @@ def hidden_share_of_transfer(compute_s: float, transfer_s: float, seconds: float
 
 
 def codec_break_even_bytes_per_s(disk_bytes_per_s: float, ratio: float) -> float:
-    """Rate of raw bytes above which a codec in series pays, `B / (1 - 1/R)`; infinite if it shrinks nothing.
+    """Codec rate, in raw bytes, above which a codec in series pays: `B / (1 - 1/R)`; infinite if it shrinks nothing.
 
     Args:
         ratio: raw bytes per stored byte.

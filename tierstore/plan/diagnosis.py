@@ -1,20 +1,21 @@
-"""What keeps a measured step from being shorter, in words, and what each remedy would make of it.
+"""Why a measured step is not shorter, in words, and the step time that each remedy would give.
 
 Scope: one measured step, the timeline that explains it, and remedies tried on that timeline.
 Not here: measuring (`train/data_parallel/overlap.py`); the timeline itself (`plan/buckets.py`).
 
 [Note: at the measured overlap]
-A remedy is tried on what was measured, not on an ideal step: gradients are ready when they were seen to be, less the
+A remedy is tried on the measured step, not on an ideal one: gradients are ready when they were measured to be, less the
 pauses that the remedy takes away, and collectives cost what the fitted model says, times the factor by which those of
-the step were slower (they share cores, memory and links with the compute, and wait for other ranks). What the timeline
-of the step as it is leaves unexplained (the optimizer, gaps) is added to every prediction. Remedies are tried one after
-the other, causes before their effects; each counts only if it still shortens the step by `WORTH_WHILE`, and its
-prediction holds together with those before it.
+the step were slower (they share cores, memory and links with the compute, and wait for other ranks). The time that the
+timeline of the unchanged step leaves unexplained (the optimizer, gaps) is added to every prediction. Remedies are tried
+one after the other, causes before their effects; each counts only if it still shortens the step by `WORTH_WHILE`, and
+its prediction includes the remedies before it.
 
-Collectives are taken one at a time, however many are in flight: so they run, see `train/data_parallel/arrangement.py`.
+Collectives are taken one at a time, however many are in flight, because they run so: see
+`train/data_parallel/arrangement.py`.
 
-What no step has shown yet is not in it: where collectives take cores from the compute (gloo), a step that begins to
-overlap computes more slowly than the one before it did.
+Effects that no step has shown yet are not predicted: where collectives take cores from the compute (gloo), a step that
+begins to overlap computes more slowly than the one before it did.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from tierstore.errors import ConfigError
 from tierstore.plan.buckets import BucketEvent, Gradient, Timeline, best_bucket_bytes, form_buckets, timeline
 from tierstore.plan.cost_model import CostModel
 
-WORTH_WHILE = 0.03  # of the step: below it, steps of one run differ as much among each other
-_FIRST_BUCKET_BYTES = 2**20  # as DDP's first one
-_IDLE_LINK = 0.3  # of the compute: with less communication than that the interconnect hardly matters
+WORTH_WHILE = 0.03  # share of the step: smaller gains are within the variation of the steps of one run
+_FIRST_BUCKET_BYTES = 2**20  # as in DDP
+_IDLE_LINK = 0.3  # share of the compute: with less communication the interconnect hardly matters
 
 
 class Symptom(enum.Enum):
@@ -73,11 +74,11 @@ class MeasuredStep:
     """One step as it was measured; all times in seconds from its start.
 
     Attributes:
-        seconds: all of it, the optimizer included.
+        seconds: the whole step, the optimizer included.
         timeline: the end of backward, and its buckets in the order of launch.
-        gradients: of all parameters; of whole buckets where no more is known.
-        buckets: which gradients, by index, each bucket of the timeline holds.
-        pauses: what is known of them.
+        gradients: of all parameters, or of whole buckets if no more is known.
+        buckets: the gradients, by index, that each bucket of the timeline holds.
+        pauses: those that are known.
     """
 
     seconds: float
@@ -95,12 +96,12 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing that can be bettered.
+    """One thing that can be improved.
 
     Attributes:
         evidence: what was seen, with figures.
         remedy: what to do.
-        seconds: the step that the timeline predicts with this remedy and those before it.
+        seconds: the step time that the timeline predicts with this remedy and those before it.
             See [Note: at the measured overlap].
     """
 
@@ -112,7 +113,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A step on paper: what a remedy changes."""
+    """The step on paper, which remedies change."""
 
     gradients: tuple[Gradient, ...]
     buckets: tuple[tuple[int, ...], ...]
@@ -130,7 +131,7 @@ class _Plan:
 
     @property
     def order(self) -> list[int]:
-        """Gradients as they stand in the buckets."""
+        """Gradients in the order in which they stand in the buckets."""
         return [member for bucket in self.buckets for member in bucket]
 
     @property
@@ -151,7 +152,7 @@ class _Patient:
         measured = step.timeline
         modelled_s = sum(model.seconds(event.nbytes) for event in measured.events)
         slowdown = _own_seconds(measured.events) / modelled_s if modelled_s > 0 else 1.0
-        # Without its share of the cores: the gradients came as late as that made them.
+        # No `cores` here: the measured gradients are as late as the loss of cores made them.
         slowed = CostModel(model.alpha_s * slowdown, model.beta_bytes_per_s / max(slowdown, 1e-9), model.launch_s)
         plan = _Plan(step.gradients, step.buckets, measured.compute_s, slowed)
         self.plan = self.without(plan, ())
@@ -189,7 +190,7 @@ class _Patient:
 
 
 def _own_seconds(events: Sequence[BucketEvent]) -> float:
-    """Time of collectives, each counted from when the one before it was done: its own, not its wait for the channel."""
+    """Time of collectives, each counted from the end of the one before it: without its wait for the channel."""
     total_s = free_s = 0.0
     for event in events:
         total_s += max(0.0, event.end_s - max(event.start_s, free_s))
@@ -198,7 +199,7 @@ def _own_seconds(events: Sequence[BucketEvent]) -> float:
 
 
 def diagnose(step: MeasuredStep, model: CostModel) -> tuple[Diagnosis, ...]:
-    """What is wrong with a step, causes before effects; empty if nothing worth while is.
+    """The findings on a step, causes before effects; empty if none is worth while.
 
     Args:
         model: of the interconnect without other load, as `fit_cost_model` finds it.
@@ -230,8 +231,8 @@ def _look_at_pauses(patient: _Patient, kind: PauseKind, symptom: Symptom, eviden
     pauses = [pause for pause in patient.step.pauses if pause.kind is kind]
     if not pauses:
         return
-    # Pauses are measured on the step as it was, gradients may have moved since: so all that were taken away are
-    # subtracted from the measured times at once.
+    # Pauses are measured on the original step, but gradients may have moved since: so all pauses that were taken away
+    # are subtracted from the measured times at once.
     taken = {_KINDS[diagnosis.symptom] for diagnosis in patient.found if diagnosis.symptom in _KINDS} | {kind}
     away = [pause for pause in patient.step.pauses if pause.kind in taken]
     plan = patient.without(patient.plan, away)
@@ -245,7 +246,7 @@ _KINDS = {symptom: kind for kind, symptom, _, _ in _PAUSES}
 
 
 def _paused_s(pauses: Sequence[Pause], until_s: float) -> float:
-    """Time of pauses before a moment; what they have in common counts once."""
+    """Time of pauses before a moment; overlapping pauses count once."""
     total_s = covered_s = 0.0
     for pause in sorted(pauses, key=lambda pause: pause.start_s):
         end_s = min(pause.end_s, until_s)
@@ -255,7 +256,7 @@ def _paused_s(pauses: Sequence[Pause], until_s: float) -> float:
 
 
 def _look_at_order(patient: _Patient) -> None:
-    """The same bucket sizes, filled as gradients become ready."""
+    """Tries buckets of the same sizes, filled in the order in which gradients become ready."""
     plan = patient.plan
     order = sorted(plan.order, key=lambda member: plan.gradients[member].ready_s)
     sizes = [plan.bucket_bytes(index) for index in range(len(plan.buckets))]
@@ -284,7 +285,7 @@ def _filled(order: Sequence[int], gradients: Sequence[Gradient], sizes: Sequence
 
 
 def _look_at_sizes(patient: _Patient) -> None:
-    """The first bucket alone, before all of them: it is the smaller change."""
+    """Tries a change of the first bucket before a change of all buckets: it is the smaller change."""
     plan, now_bytes = patient.plan, patient.plan.cap_bytes
     cap_bytes = _best_cap(patient)
     best = plan.bucketed(cap_bytes)
@@ -314,7 +315,7 @@ def _look_at_sizes(patient: _Patient) -> None:
 
 
 def _first_split(plan: _Plan) -> _Plan | None:
-    """The first bucket in parts: a small one, then such as the others are. None if there is no other, or no part."""
+    """The first bucket split: a small one, then some as large as the others; None if it is alone or too small."""
     if len(plan.buckets) < 2:
         return None
     others = median(plan.bucket_bytes(index) for index in range(1, len(plan.buckets)))
@@ -364,7 +365,7 @@ def _look_at_bounds(patient: _Patient) -> None:
 
 
 def report_lines(step: MeasuredStep, found: Sequence[Diagnosis]) -> list[str]:
-    """The diagnosis for a person, a line or two for each finding."""
+    """The diagnosis as lines of text, two for each finding."""
     if not found:
         return [f"nothing to remedy: a step takes {_ms(step.seconds)}"]
     lines = [f"a step takes {_ms(step.seconds)}"]

@@ -1,6 +1,6 @@
-"""Processes on a computed clock: what the step model is made of.
+"""Processes on a simulated clock: the parts of the step model.
 
-Scope: generators that wait for seconds, signals, memory, and their share of something that several use at once.
+Scope: generators that wait for seconds, signals, memory, and their share of a resource that several use at once.
 Not here: what the processes do (`plan/step_model.py`).
 Owner: one `Clock` per run; nothing here knows real time, and two runs of the same processes are equal.
 """
@@ -19,7 +19,7 @@ from tierstore.errors import ConfigError
 
 
 class Signal:
-    """Something that happens once."""
+    """An event that happens once."""
 
     __slots__ = ("is_set", "waiting")
 
@@ -29,13 +29,13 @@ class Signal:
 
 
 Process = Generator[Signal | float, None, None]
-"""Waits for every signal, or for as many seconds, that it yields."""
+"""Waits for each signal, or for as many seconds, that it yields."""
 _Begun = tuple[Process, Signal]
-"""And what is set at its end."""
+"""A process, and the signal that is set at its end."""
 
 
 class Clock:
-    """Runs processes in the order of their events; those of one moment in the order in which they came about."""
+    """Runs processes in the order of their events; simultaneous ones in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -44,27 +44,27 @@ class Clock:
         self._order = itertools.count()
 
     def spawn(self, process: Process) -> Signal:
-        """Begin a process; the signal is its end."""
+        """Begin a process; the signal is set at its end."""
         ended = Signal()
         self._ready.append((process, ended))
         return ended
 
     def set(self, signal: Signal) -> None:
-        """It happens: who waits for it goes on."""
+        """The event happens: processes that wait for it go on."""
         if not signal.is_set:
             signal.is_set = True
             self._ready.extend(signal.waiting)
             signal.waiting.clear()
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call this so much later."""
+        """Call `action` after so many seconds."""
         heapq.heappush(self._later, (self.now_s + seconds, next(self._order), action))
 
     def run(self, until: Signal) -> None:
-        """Goes on until this has happened.
+        """Runs processes until this signal is set.
 
         Raises:
-            ConfigError: it never will: all processes wait for one another.
+            ConfigError: it never will be: all processes wait for one another.
         """
         while self._ready or self._later:
             while self._ready:
@@ -97,7 +97,7 @@ class _Waiter(NamedTuple):
 
 
 class Memory:
-    """Bytes that are reserved in the order in which they were asked for."""
+    """Memory that is granted in the order in which it was asked for."""
 
     def __init__(self, clock: Clock, capacity_bytes: int) -> None:
         self._clock = clock
@@ -107,7 +107,7 @@ class Memory:
         self.peak_bytes = 0
 
     def reserve(self, nbytes: int, elsewhere: Callable[[], bool] = lambda: False, who: Hashable = None) -> Signal:
-        """The signal is set when they are reserved, here, or first of all elsewhere; `rearrange` knows `who` waits."""
+        """The signal is set when the bytes are reserved, by `elsewhere` or else here; `rearrange` ranks by `who`."""
         granted = Signal()
         if nbytes == 0:
             self._clock.set(granted)
@@ -117,19 +117,19 @@ class Memory:
         return granted
 
     def try_reserve(self, nbytes: int) -> bool:
-        """Whether they are free, and now reserved."""
+        """Reserve the bytes if they are free and nobody waits; returns whether they are reserved."""
         if self._queue or nbytes > self._free_bytes:
             return False
         self._take(nbytes)
         return True
 
     def free(self, nbytes: int) -> None:
-        """Give back what was reserved."""
+        """Give back reserved bytes."""
         self._free_bytes += nbytes
         self.look_again()
 
     def rearrange(self, ranks: Mapping[Hashable, int]) -> None:
-        """Those who wait and are ranked here have each other's turns, the lowest first; all others keep theirs."""
+        """Waiters that are ranked here swap their turns so that the lowest rank is first; all others keep theirs."""
         turns = [turn for turn, waiter in enumerate(self._queue) if waiter.who in ranks]
         ranked = sorted((self._queue[turn] for turn in turns), key=lambda waiter: ranks[waiter.who])
         for turn, waiter in zip(turns, ranked):
@@ -137,7 +137,7 @@ class Memory:
         self.look_again()
 
     def look_again(self) -> None:
-        """Grant what can be granted: what there is elsewhere has changed."""
+        """Grant the requests that can be granted; to be called when memory elsewhere has changed."""
         while self._queue:
             nbytes, granted, elsewhere, _ = self._queue[0]
             if not elsewhere():
@@ -161,12 +161,12 @@ class _Job:
 
 
 class Shared:
-    """Something that several jobs use at once, each at a speed that depends on what else runs: a disk, the cores.
+    """A resource that several jobs use at once, each at a speed that depends on what else runs: a disk, the cores.
 
     Args:
         lanes: how many jobs of each lane run at once; the others queue, smaller priorities first.
-        speeds: from the number of running jobs per kind to the speed of one job of each kind, in amounts per second;
-            asked once for each mix of them.
+        speeds: maps the number of running jobs per kind to the speed of one job of each kind, in amount per second;
+            called once for each mix.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class Shared:
         self.amounts: defaultdict[str, float] = defaultdict(float)
 
     def submit(self, lane: str, kind: str, amount: float, priority: int = 0) -> Signal:
-        """Have `amount` done in this lane; the signal is the end."""
+        """Have `amount` of work done in this lane; the signal is set at the end."""
         ended = Signal()
         if amount <= 0:
             self._clock.set(ended)
             return ended
         self.amounts[kind] += amount
         job = _Job(lane, kind, amount, ended)
-        if self._free[lane]:  # so nobody queues
+        if self._free[lane]:  # so no job queues
             self._account()
             self._start(job)
             self._come_back()
@@ -207,7 +207,7 @@ class Shared:
         return sum(seconds for mix, seconds in self._busy_s.items() if any(kind in kinds for kind, _ in mix))
 
     def _account(self) -> None:
-        """Take off what was done since the last change."""
+        """Subtract the work that was done since the last change."""
         seconds = self._clock.now_s - self._since_s
         if seconds > 0:
             self._since_s = self._clock.now_s
@@ -221,7 +221,7 @@ class Shared:
         self._running.append(job)
 
     def _come_back(self) -> None:
-        """When the first of the running jobs ends."""
+        """Schedule `_end` for the moment at which the first of the running jobs ends."""
         self._version += 1
         self._mix = frozenset([item for item in self._counts.items() if item[1]])
         if self._running:
@@ -231,7 +231,7 @@ class Shared:
 
     def _end(self, version: int) -> None:
         if version != self._version:
-            return  # something has changed since: another call comes
+            return  # the mix has changed since: another call comes
         self._account()
         ended = [job for job in self._running if job.left <= 1e-9 * self._rates[job.kind]]
         for job in ended:

@@ -1,13 +1,13 @@
-"""Who has the GPU tier: weights, the gradients that are being made, and what is updated there.
+"""How the GPU tier is shared: weights, the gradients that are being made, and the groups that are updated there.
 
-Scope: room for gradients, the groups that there is room to update, the weights that there is none for; the tier that
-    some weights need; the gradients that stay until a step's last micro-batch.
+Scope: room for gradients; the groups that the GPU has room to update; the share of the weights that it has no room for;
+    the size of the tier that some weights need; the gradients that stay until a step's last micro-batch.
 Not here: CPU memory (`plan/working_set.py`), the choice (`plan/tiers.py`).
 
-[Note: updated on the GPU] A group whose state and gradient find room on the GPU tier beside all weights is updated
-there: its gradient does not go to the CPU, and its new weights are on the GPU by themselves. They are the first
-groups: their gradients come last, and the next forward needs them first. Their weights live in CPU memory, too: what is
-not a step looks for them there.
+[Note: updated on the GPU] A group whose state and gradient fit the GPU tier beside all weights is updated there: its
+gradient does not go to the CPU, and its new weights are on the GPU already. The first groups are taken: their gradients
+come last, and the next forward needs them first. Their weights live in CPU memory, too: everything except a step looks
+for them there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from tierstore.plan.placement import Placement, Request
 from tierstore.plan.working_set import chunk_sizes
 
 COMPANY_BYTES = 2 * 2**20
-"""Of small groups' gradients, handed over at once: see [Note: company] in `train/handover.py`. With it the engine takes
-0.71 to 0.83 of the time: `tierstore bench step --heat cost`, 2 cores, three runs each in turns, 2026-11-25."""
+"""Gradients of small groups that are handed over together: see [Note: company] in `train/handover.py`. With it the
+engine takes 0.71 to 0.83 of the time: `tierstore bench step --heat cost`, 2 cores, three runs each in turns,
+2026-11-25."""
 
 
 def acquired_bytes(request: Request) -> int:
-    """Weights that are in use together, at most."""
+    """The most bytes of weights that are in use together."""
     if request.acquired_bytes is not None:
         return request.acquired_bytes
     return max((need.device_bytes for need in request.groups), default=0)
 
 
 def gradient_room_bytes(request: Request) -> int:
-    """The least room for gradients that are being made."""
+    """The least room for gradients that are being made, in bytes."""
     if request.gradient_room_bytes is not None:
         return request.gradient_room_bytes
     return max((need.device_bytes for need in request.groups if need.trainable), default=0)
@@ -40,10 +41,10 @@ def gradient_bytes(request: Request) -> int:
     """Room for gradients that are being made:
 
     * for the largest, always;
-    * for two of that size, if the weights keep what they can use well: three times what is in use together, or all of
-      them if they have room beside one gradient and copies are within one memory;
-    * without other ranks, for several small ones, in a sixteenth of the tier at most: if all weights have room beside
-      the above they still must, and else they must keep what they can use well.
+    * for two of that size, if enough is left for weights: three times those in use together, or all if these are fewer;
+      all of them if copies are within one memory and all have room beside one gradient;
+    * with a single rank, for several small ones, in a sixteenth of the tier at most: if all weights have room beside
+      the above, they must keep it; else enough must be left for them as above.
     """
     largest = gradient_room_bytes(request)
     all_weights = sum(need.device_bytes for need in request.groups)
@@ -51,7 +52,7 @@ def gradient_bytes(request: Request) -> int:
     enough = all_weights if all_stay else min(all_weights, 3 * acquired_bytes(request))
     room = 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, acquired_bytes(request)) else largest
     if request.gradient_room_bytes is not None:
-        return room  # with other ranks, which are handed no gradients together
+        return room  # with several ranks gradients are not handed over together
     trained = sum(need.device_bytes for need in request.groups if need.trainable)
     several = max(room, min(2 * COMPANY_BYTES, request.gpu_bytes // 16, trained))
     weights_bytes = all_weights if request.gpu_bytes - room >= all_weights else max(enough, acquired_bytes(request))
@@ -59,10 +60,10 @@ def gradient_bytes(request: Request) -> int:
 
 
 def spare_bytes(request: Request, updated: Sequence[int]) -> int:
-    """What is left on a GPU beside all weights, room for gradients, and these groups, which are updated there.
+    """Bytes left on a GPU beside all weights, room for gradients, and the groups that are updated there (`updated`).
 
-    It is of use to gradients only, of all groups at most: more of them may be under way, and those of micro-batches are
-    added where they are.
+    Only gradients can use them, up to those of all groups: more of them may be on their way, and those of micro-batches
+    are summed on the GPU.
     """
     if request.is_one_memory or request.gradient_room_bytes is not None:
         return 0
@@ -74,7 +75,7 @@ def spare_bytes(request: Request, updated: Sequence[int]) -> int:
 
 
 def updatable(request: Request) -> Sequence[int]:
-    """Groups that the GPU tier has room for, see [Note: updated on the GPU]; none if two steps' gradients are kept."""
+    """Groups that the GPU tier can update, see [Note: updated on the GPU]; none if two steps' gradients are kept."""
     if not request.updates_on_gpu or request.gradients == "doubled":
         return ()
     found: list[int] = []
@@ -88,13 +89,13 @@ def updatable(request: Request) -> Sequence[int]:
 
 
 def _apart_bytes(request: Request) -> int:
-    """Of the largest chunk that there may be of a group that has left the GPU and is updated there."""
+    """Weight bytes of the largest possible chunk: room to update a group on the GPU after its weights have left."""
     most = chunk_sizes(request)[0]
     return max((min(need.elements, most) * need.weight_bytes for need in request.groups if need.trainable), default=0)
 
 
 def fetched_share(request: Request) -> float:
-    """The part of all weights that each pass fetches: what finds no room on the GPU beside two of the largest group."""
+    """The share of all weights that each pass fetches: those without room beside two of the largest group."""
     sizes = [need.device_bytes for need in request.groups]
     room = request.gpu_bytes - gradient_bytes(request)
     if room >= sum(sizes):
@@ -103,7 +104,7 @@ def fetched_share(request: Request) -> float:
 
 
 def tier_bytes(request: Request, weights_bytes: int) -> int:
-    """The smallest tier in one memory that has room for so many bytes of weights, beside gradients."""
+    """The smallest GPU tier, in one memory, with room for so many bytes of weights beside gradients."""
     gradient = gradient_room_bytes(request)
     if request.gradient_room_bytes is not None:
         return weights_bytes + gradient
@@ -113,11 +114,11 @@ def tier_bytes(request: Request, weights_bytes: int) -> int:
 
 
 def kept_gradients(placement: Placement) -> Collection[int]:
-    """Groups whose gradients of micro-batches are added on the GPU; see [Note: kept] in `train/backward.py`."""
+    """Groups whose gradients of micro-batches are summed on the GPU; see [Note: kept] in `train/backward.py`."""
     sizes = {index: need.device_bytes for index, need in enumerate(placement.groups) if need.trainable}
     room = placement.gpu_gradient_bytes - max(sizes.values(), default=0)
     kept = []
-    for index, size in reversed(sizes.items()):  # as backward makes them
+    for index, size in reversed(sizes.items()):  # in the order in which backward makes them
         if size <= room:
             kept.append(index)
             room -= size

@@ -1,12 +1,13 @@
-"""How long a model's layers compute on a machine whose layers were timed: by what they do, not by flop/s alone.
+"""How long a model's layers compute on a machine whose layers were timed: by their work, not by flop/s alone.
 
 Scope: the work of a layer in four counts, timed layers, and the seconds of other layers that follow from them.
-Not here: the timing (`measure/layers.py`), where computing stands in a step (`plan/step_time.py`).
+Not here: the timing (`measure/layers.py`), the place of computing in a step (`plan/step_time.py`).
 
 [Note: layers on a CPU] With few tokens a CPU does not compute a layer as fast as it multiplies large matrices: weights
-and fresh gradients pass through memory, and norms, activations and softmax do too. So a pass over a layer costs
-`a + b * parameters + c * elements + d * flop`: a for what is called, b for memory of the size of the weights, c of the
-activations, d for products. All four are fitted, none below 0, to layers of several sizes that the probe has timed.
+and fresh gradients pass through memory, and so do norms, activations and softmax. So a pass over a layer costs
+`a + b * parameters + c * elements + d * flop`: a for the calls, b for memory traffic of the size of the weights, c for
+that of the activations, d for products. All four are fitted, none below 0, to layers of several sizes that the probe
+has timed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from dataclasses import astuple, dataclass
 
 from tierstore.errors import ConfigError
 
-_SAME_ERROR = 1e-12  # a sum of squares of relative errors: what is less is rounding
+_SAME_ERROR = 1e-12  # of sums of squared relative errors: smaller differences are rounding
 
 
 class LayerKind(enum.Enum):
-    """A repeated block; or what stands around them: embedding, the product with the vocabulary, the loss."""
+    """A repeated block, or the parts around the blocks: embedding, the product with the vocabulary, the loss."""
 
     BLOCK = "block"
     HEAD = "head"
@@ -31,11 +32,11 @@ class LayerKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one forward over some layers does; backward does it in proportion.
+    """The work of one forward over some layers; that of backward is proportional.
 
     Attributes:
-        elements: tokens times the layer's width: of a head the vocabulary.
-        flop: of products.
+        elements: tokens times the layer's width (of a head, the vocabulary).
+        flop: of matrix products.
     """
 
     layers: float
@@ -46,7 +47,7 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:
-    """Seconds of both passes over one layer, its gradients into memory of their own."""
+    """Seconds of both passes over one layer, with its gradients going to memory of their own."""
 
     kind: LayerKind
     dtype: str
@@ -82,15 +83,15 @@ def computing_s(
 
 
 def _costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Seconds for one of each count, none below 0, of least squares of relative errors: the best of all subsets.
+    """Seconds per unit of each count, none below 0, with the least squares of relative errors over all subsets.
 
-    Of those that are as good, one with fewer counts, and with later fields of `LayerWork`: where one layer was timed,
-    flop alone.
+    Of equally good subsets, one with fewer counts is taken, and with later fields of `LayerWork`: flop alone if only
+    one layer was timed.
 
     Source: exact for so few counts; Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23.
     """
     count = len(rows[0])
-    # Counts are of very different sizes: in units of their largest, which the costs are taken back from.
+    # Counts differ by orders of magnitude: they are scaled by their largest values, and the costs are scaled back.
     largest = [max(row[column] for row in rows) for column in range(count)]
     scaled = [[row[c] / largest[c] / taken_s for c in range(count)] for row, taken_s in zip(rows, seconds)]
     best, best_error = [0.0] * count, math.inf
@@ -109,7 +110,7 @@ def _costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """The solution of `rows * x = 1` by the normal equations, with pivots; None if there is no single one."""
+    """The solution of `rows * x = 1` by the normal equations, with pivots; None if there is no unique one."""
     count = len(rows[0])
     system = [[sum(row[i] * row[j] for row in rows) for j in range(count)] + [sum(row[i] for row in rows)]
               for i in range(count)]  # fmt: skip

@@ -1,7 +1,7 @@
 """The machines that a plan is for: nodes with GPUs, memory, disks and links.
 
 Scope: the record of a node, and common nodes from their vendors' public data sheets.
-Not here: measured rates (`plan/bandwidth.py`; a file of those takes the place of the data sheet's).
+Not here: measured rates (`plan/bandwidth.py`; a file of measured rates replaces those of the data sheet).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _GB, _TB, _GIB, _TIB = 1e9, 1e12, 2.0**30, 2.0**40
 _REACHED = 0.5
 """Share of the data sheet's dense flop/s that training reaches: 0.4 to 0.6 in Narayanan et al. (2021), table 1."""
 _BYTES_PER_UPDATE = 26
-"""Memory traffic of one parameter's Adam update: gradient and weight 2 + 2, state 10 read; 12 written."""
+"""Memory traffic of one parameter's Adam update: gradient 2, weight 2 and state 10 are read; 12 are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One of the equal machines of a run; bytes, seconds, flop, and everything of the node unless "each" is said.
+    """One of the equal machines of a run, in bytes, seconds and flop; figures are of the whole node except where noted.
 
     Attributes:
         gpu_bytes: of each GPU.
@@ -29,8 +29,8 @@ class Node:
         links: between CPU memory and GPUs; each has the rates `h2d` and `d2h`, and GPUs share them evenly.
         disks: equal NVMe drives that make up `nvme_bytes` and the disk rates.
         peer_bytes_per_s: between the GPUs of the node, each GPU, one way.
-        network_bytes_per_s: to other nodes, one way; 0 if there is no way.
-        endurance_bytes: that may be written to all drives in their warranted life; 0 if unknown.
+        network_bytes_per_s: to other nodes, one way; 0 without a network.
+        endurance_bytes: bytes that may be written to all drives together in their warranted life; 0 if unknown.
         source: of the figures.
     """
 
@@ -57,7 +57,7 @@ class Node:
 
     @property
     def computes_on_cpu(self) -> bool:
-        """Whether the cores that update also compute: of such a machine layers are timed."""
+        """Whether the cores that update also compute; only on such a machine are layers timed."""
         return bool(self.rates.layers)
 
     def with_disks(self, disks: int) -> Node:
@@ -69,7 +69,7 @@ class Node:
         )  # fmt: skip
 
     def with_gpus(self, gpus: int) -> Node:
-        """The same node with another number of the same GPUs, which share links as before, one at least."""
+        """The same node with another number of the same GPUs; links change in proportion, but one stays."""
         return replace(self, gpus=gpus, links=max(1, round(self.links * gpus / self.gpus)))
 
 
@@ -136,10 +136,10 @@ NODES: Mapping[str, Node] = {node.name: node for node in _NODES}
 
 
 def node_called(name: str) -> Node:
-    """A node of `NODES`.
+    """The node of `NODES` with this name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none.
     """
     if name in NODES:
         return NODES[name]

@@ -21,7 +21,8 @@ class ParameterBytes:
 
     Attributes:
         master, momentum, variance: of the optimizer, in fp32; fp32 weights are their own master.
-        state: of the optimizer as tierstore keeps it: the master of bf16 weights is those and 16 bits of residual.
+        state: of the optimizer as tierstore keeps it: the weights and 16 bits of residual are the master of bf16
+            weights.
     """
 
     weights: int
@@ -33,7 +34,7 @@ class ParameterBytes:
 
     @property
     def total(self) -> int:
-        """Of training in mixed precision as everybody counts it: 16."""
+        """All of them: 16 in mixed precision, as usually counted."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -50,7 +51,7 @@ PARAMETER_BYTES: Mapping[str, ParameterBytes] = {
 
 
 class Attention(enum.Enum):
-    """What attention keeps for backward: nothing of the size s x s, or three such matrices per head."""
+    """What attention keeps for backward: no matrix of size s x s, or three per head."""
 
     FUSED = "fused"
     EAGER = "eager"
@@ -61,7 +62,7 @@ class Job:
     """What is trained.
 
     Attributes:
-        batch: samples of a micro-batch, of all GPUs together.
+        batch: samples of a micro-batch, over all GPUs together.
         accumulate: micro-batches per step.
     """
 
@@ -84,7 +85,7 @@ class Job:
 
     @property
     def bytes(self) -> ParameterBytes:
-        """Per parameter."""
+        """Bytes per parameter of each component."""
         return PARAMETER_BYTES[self.dtype]
 
     @property
@@ -101,7 +102,7 @@ class Layout:
 
     Attributes:
         gpus: of each node.
-        zero: what data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 weights too.
+        zero: ZeRO stage, what data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 weights too.
     """
 
     nodes: int = 1
@@ -138,7 +139,7 @@ class Layout:
         return self.count // (self.tensor * self.pipeline)
 
     def shares(self, stage: int) -> int:
-        """Among how many ranks what this ZeRO stage shares is shared out."""
+        """Among how many ranks the component of this ZeRO stage is shared out."""
         return self.data if self.zero >= stage else 1
 
 
@@ -178,7 +179,7 @@ def gpu_bytes(job: Job, layout: Layout) -> GpuBytes:
 
 
 def stage_parts(shape: ModelShape, layout: Layout) -> tuple[Part, ...]:
-    """Groups of the fullest pipeline stage, of one of its tensor-parallel parts."""
+    """Groups of the fullest pipeline stage, for one of its tensor-parallel parts."""
     blocks = [part for part in shape.parts if part.is_block]
     if layout.pipeline > len(blocks):
         raise ConfigError(f"--pipeline-parallel {layout.pipeline} is more than the model has layers: {len(blocks)}")
@@ -192,9 +193,10 @@ def stage_parts(shape: ModelShape, layout: Layout) -> tuple[Part, ...]:
 
 
 def group_needs(job: Job, layout: Layout) -> tuple[GroupNeed, ...]:
-    """The groups of one rank as the engine has them placed; of several ranks, each keeps whole blocks of elements.
+    """The groups of one rank as the engine has them placed; with several ranks, each keeps whole blocks of elements.
 
-    One rank's are exactly the engine's. Of several, a part is rounded to blocks, where the engine rounds to chunks.
+    For a single rank they are exactly the engine's. With several, a rank's part is rounded to blocks, where the engine
+    rounds to chunks.
     """
     ranks, each = layout.shares(1), job.bytes
     needs = []
@@ -210,8 +212,9 @@ def activation_bytes(job: Job, layout: Layout) -> float:
 
     A block keeps `s b h (34 + 5 a s / h)` bytes in 16 bits, without the second term if attention is fused; `t` tensor
     parts keep `s b h (10 + 24 / t + 5 a s / (h t))` each. With checkpointing a block keeps its input, `2 s b h`, and
-    one block at a time is there whole. Of a pipeline, the first stage has min(stages, micro-batches) of them in flight.
-    The loss keeps fp32 logits, `4 s b v / t`. Gated blocks, which Llama has, are taken as GPT's.
+    one block at a time has all its activations. In a pipeline, the first stage holds those of min(stages,
+    micro-batches) micro-batches. Without a pipeline the loss adds fp32 logits, `4 s b v / t`. Gated blocks, as in
+    Llama, count as GPT's.
 
     Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), equations 1 to 4
     and section 4.3.

@@ -1,4 +1,4 @@
-"""How large a language model is: its groups of parameters, in the order of its modules, and what its step computes.
+"""The size of a language model: its groups of parameters, in the order of its modules, and the flop of its forward.
 
 Scope: counts from the fields of a Hugging Face `config.json`, or from a bare number of parameters.
 Not here: bytes (`plan/memory.py`), and models of other architectures (a model that is built is counted exactly).
@@ -12,7 +12,7 @@ from typing import Any
 
 from tierstore.errors import ConfigError, advice_on
 
-_ASPECT = 128  # width over depth of a model of which only the size is known: GPT-3 175B has 12288 / 96
+_ASPECT = 128  # width over depth if only the size of a model is known: GPT-3 175B has 12288 / 96
 _VOCABULARY = 50257  # GPT-2's
 _LEAST_PARAMETERS, _MOST_PARAMETERS = 10**6, 10**16
 _MOST_LAYERS = 10**4
@@ -23,7 +23,7 @@ class Part:
     """Parameters that move together: one group of the engine.
 
     Attributes:
-        is_block: one of the repeated ones, whose activations are kept for backward.
+        is_block: one of the repeated blocks, whose activations are kept for backward.
     """
 
     name: str
@@ -37,11 +37,11 @@ class ModelShape:
 
     Attributes:
         parts: in the order of the modules.
-        hidden, heads: width of the residual stream; attention heads.
+        hidden, heads: width of the residual stream; number of attention heads.
         attention_width: heads times their width, nearly always `hidden`.
-        context: positions that it can tell apart; None without a bound.
-        idle_parameters: those that a token does not multiply with: an embedding that is only looked up, experts that
-            the router did not choose.
+        context: the most positions of a sequence; None if there is no bound.
+        idle_parameters: parameters that a token is not multiplied with: an embedding that is only looked up, experts
+            that the router did not choose.
     """
 
     name: str
@@ -65,7 +65,8 @@ class ModelShape:
         """Floating-point operations of one forward; backward takes twice as many.
 
         A token multiplies and adds once with every parameter, and with every position of its sequence in the two
-        products of attention: a plain block of 12 H^2 parameters takes 24 b s H^2, and 4 b s^2 H for the attention.
+        products of attention: a plain block of 12 H^2 parameters takes 24 b s H^2 flop, and 4 b s^2 H for the
+        attention.
 
         Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM"
         (2021), appendix.
@@ -80,25 +81,25 @@ def streaming_hides_from_tokens(flop_per_s: float, link_bytes_per_s: float, weig
     24 b s H^2 flop against 24 H^2 bytes in 16 bits: `b s >= flop/s / (bytes/s)`, whatever the width.
 
     Args:
-        weight_bytes: of each parameter.
+        weight_bytes: bytes of each parameter.
     """
     return flop_per_s / link_bytes_per_s * weight_bytes / 2
 
 
 def from_parameters(count: float) -> ModelShape:
-    """A plausible decoder of exactly so many parameters: blocks of 12 H^2, as wide as models of its size are.
+    """A plausible decoder of exactly so many parameters: blocks of 12 H^2, of the usual width for this size.
 
     Raises:
-        ConfigError: below a million, above 1e16, or no number.
+        ConfigError: below a million, above 1e16, or not a number.
     """
-    if not _LEAST_PARAMETERS <= count <= _MOST_PARAMETERS:  # which is false of nan
+    if not _LEAST_PARAMETERS <= count <= _MOST_PARAMETERS:  # False for nan
         raise ConfigError(
             f"a model of {count:g} parameters is not one to plan for: give --params from 1e6 to 1e16, as 70e9"
         )
     total = round(count)
     ideal = (total * _ASPECT / 12) ** (1 / 3)
     hidden = max(128, round(ideal / 128) * 128)
-    vocabulary = min(_VOCABULARY, total // (4 * hidden))  # a tiny model is not all embedding
+    vocabulary = min(_VOCABULARY, total // (4 * hidden))  # so that a tiny model is not all embedding
     block = 12 * hidden**2
     layers = max(1, round((total - vocabulary * hidden) / block))
     each, left = divmod(total - vocabulary * hidden, layers)
@@ -115,7 +116,7 @@ def from_config(values: Mapping[str, Any], name: str = "") -> ModelShape:
     """The decoder that a Hugging Face configuration describes, counted as `transformers` would build it.
 
     Raises:
-        ConfigError: another architecture, more than can be planned for, or a field that is missing or no positive
+        ConfigError: another architecture, a model too large to plan for, or a field that is missing or not a positive
             number.
     """
     kind = values.get("model_type")
@@ -203,7 +204,7 @@ def _gated(
     fields: _Fields, name: str, *, qkv_bias: bool = False, output_bias: bool = False, mlp_bias: bool = False,
     experts: int = 0, chosen: int = 0,
 ) -> ModelShape:  # fmt: skip
-    """Llama's kin: grouped-query attention, a gated MLP (or a router and `experts` of them), two norms without bias."""
+    """Llama-like: grouped-query attention, a gated MLP (or a router and `experts` of them), two norms without bias."""
     hidden, layers = fields.number("hidden_size"), fields.layers("num_hidden_layers")
     inner, heads = fields.number("intermediate_size"), fields.number("num_attention_heads")
     key_heads = fields.number("num_key_value_heads", heads)

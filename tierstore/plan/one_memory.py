@@ -1,15 +1,16 @@
-"""Which part of the memory the GPU tier has where the processor computes, and both tiers are one memory.
+"""Which part of the memory the GPU tier gets where the processor computes, so that both tiers are one memory.
 
-Scope: `divided`, from one budget to two. Not here: what lives where within them (`plan/tiers.py`).
+Scope: `divided`, which makes two budgets of one. Not here: what lives where within them (`plan/tiers.py`).
 
-[Note: the GPU tier's part] Room for all weights, where that leaves a quarter as much to the CPU tier, and no less than
-a working set: none is fetched then, and none needs CPU memory beside. Else for three neighbours: one that computes, one
-that comes, one that leaves. Else the least that there can be. GPT-2 124M, bf16, speculative, freed memory kept, with
-256 MiB and with the 312 MiB that hold all weights, of the same memory in all: 0.965 and 0.959 s of 512 MiB, 0.933 and
-0.821 s of 640 MiB, 0.868 and 0.794 s of 768 MiB, with 0.13 to 0.24 GiB less at the peak. Of 352 MiB, where 42 are left,
-three neighbours took 1.23 s and all weights 1.82 s. Eight equal blocks of 20 million parameters in 939 MiB: 0.946 s
-with three of them, 0.872 s with all. GPT-2 1.5B in 4416 MiB: 13.2 s with the least, 11.9 s with nearly all, though
-gradients are spilled then. (2 cores, medians of two or three rounds, but for 1.5B in turns, 2026-11-26.)
+[Note: the GPU tier's part] Room for all weights, if that leaves a quarter as much to the CPU tier, and no less than a
+working set: then no weights are fetched, and none need CPU memory besides. Else room for three neighbours: one that
+computes, one that comes, one that leaves. Else the least that is possible. Step times of GPT-2 124M (bf16, speculative,
+freed memory kept) with 256 MiB, and with the 312 MiB that hold all weights: 0.965 and 0.959 s in 512 MiB of memory in
+all, 0.933 and 0.821 s in 640 MiB, 0.868 and 0.794 s in 768 MiB, with a peak that was 0.13 to 0.24 GiB lower with all
+weights. In 352 MiB, where all weights leave 42 MiB, three neighbours took 1.23 s and all weights 1.82 s. Eight equal
+blocks of 20 million parameters in 939 MiB: 0.946 s with three of them, 0.872 s with all. GPT-2 1.5B in 4416 MiB: 13.2 s
+with the least, 11.9 s with nearly all, although gradients are spilled then. (2 cores, medians of two or three rounds,
+in turns except for 1.5B, 2026-11-26.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LEFT = 0.25
 
 
 def divided(request: Request) -> Request:
-    """The request with a budget for each tier; as it is, if it has that.
+    """The request with a budget for each tier; unchanged if it has both already.
 
     Raises:
         BudgetError: the memory is too small; the message names the smallest that fits.
@@ -51,7 +52,7 @@ def with_part(request: Request, gpu_bytes: int) -> Request:
 
 
 def _comfortable_parts(request: Request) -> Iterator[int]:
-    """See [Note: the GPU tier's part]."""
+    """Parts to try, the largest first. See [Note: the GPU tier's part]."""
     sizes = [need.device_bytes for need in request.groups]
     neighbours = max((sum(sizes[first : first + 3]) for first in range(len(sizes))), default=0)
     for weights in (sum(sizes), max(neighbours, gpu_room.acquired_bytes(request))):

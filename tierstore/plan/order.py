@@ -3,9 +3,10 @@
 Scope: names -> groups in execution order; groups -> files of about equal bytes.
 Not here: bytes, dtypes and files (`archive/`); the groups of a live model, which hooks observe (`train/groups.py`).
 
-[Note: order] A block is a list of modules of which each has its number in the name: `model.layers.17.`. A configuration
-says how many there are, which tells that list from one inside a block (experts, adapters); without one the outermost
-number counts. What is in no block is told by words: embeddings come before the blocks, a norm after them, a head last.
+[Note: order] Blocks are the modules of a list, each with its number in the name: `model.layers.17.`. A configuration
+says how many there are, which tells that list from one inside a block (experts, adapters); without a configuration the
+outermost number counts. Tensors outside the blocks are placed by words: embeddings come before the blocks, a norm after
+them, a head last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
                  "num_decoder_layers", "num_encoder_layers", "depth")  # fmt: skip
-# Parts of a model that run one after the other, each a regular expression of one component of a name.
+# Parts of a model that run one after the other, each a regular expression for one component of a name.
 _TOWERS = (r"vision\w*|visual\w*|image\w*|audio\w*", r"encoder|text_encoder", r"\w*(projector|connector)|aligner",
            r"decoder|language_model|text_model")  # fmt: skip
 _HEAD = re.compile(r"lm_head|head|heads|output|classifier|score|cls|pooler|embed_out|qa_outputs|proj_out|\w+_head")
@@ -41,7 +42,7 @@ class Order:
     """Groups in the order of a forward pass.
 
     Attributes:
-        reason: where the order comes from, as a person reads it.
+        reason: where the order comes from, in words.
     """
 
     groups: tuple[OrderedGroup, ...]
@@ -49,10 +50,10 @@ class Order:
 
 
 def execution_order(names: Iterable[str], config: Mapping[str, Any] | None = None) -> Order:
-    """Groups of `names`: embeddings, blocks 0 to n, what else there is, norms, heads; see [Note: order].
+    """Groups of `names`: embeddings, blocks 0 to n, everything else, norms, heads; see [Note: order].
 
     Args:
-        config: of Hugging Face; None: names alone decide.
+        config: the configuration of Hugging Face; None: names alone decide.
     """
     known = list(names)
     counts = set(_layer_counts(config or {}))
@@ -80,8 +81,8 @@ def _is_number(part: str) -> bool:
 def share_out(sizes: Sequence[int], places: int, files: int) -> list[list[int]]:
     """Which groups each file holds, in order; file `i` stands at place `i % places`.
 
-    Groups are dealt to the place that has the fewest bytes so far, so consecutive ones lie on different disks, and a
-    reader of any stretch keeps all of them busy. What a place has is cut into its files at group borders.
+    Each group goes to the place that has the fewest bytes so far, so consecutive groups of similar size lie on
+    different disks, and reading a long stretch keeps all disks busy. The groups of a place are divided into its files.
 
     Args:
         sizes: bytes of each group, in execution order.
@@ -105,7 +106,7 @@ def _runs(sizes: Sequence[int], count: int) -> Iterator[range]:
     start, left = 0, sum(sizes)
     for runs_left in range(count, 0, -1):
         stop, target, taken = start, left / runs_left, 0
-        # One more as long as that comes closer to the share; and one for each run that follows.
+        # Takes one more while that comes closer to the share, and leaves at least one for each run that follows.
         while stop < len(sizes) and (
             runs_left == 1 or stop == start or (taken + sizes[stop] / 2 <= target and len(sizes) - stop >= runs_left)
         ):
@@ -116,7 +117,7 @@ def _runs(sizes: Sequence[int], count: int) -> Iterator[range]:
 
 
 def _layer_counts(config: Mapping[str, Any], depth: int = 0) -> Iterator[int]:
-    """Numbers of layers of a configuration and those inside it (`text_config`)."""
+    """Numbers of layers in a configuration and in those inside it (`text_config`)."""
     for key, value in config.items():
         if key in _LAYER_COUNTS and type(value) is int and value > 0:
             yield value
@@ -125,7 +126,7 @@ def _layer_counts(config: Mapping[str, Any], depth: int = 0) -> Iterator[int]:
 
 
 def _block_prefixes(names: Sequence[str], counts: set[int]) -> set[tuple[str, ...]]:
-    """What stands before the number of a block; empty: the configuration does not fit these names."""
+    """The parts of names before the number of a block; empty: the configuration does not fit these names."""
     indices: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for name in names:
         parts = name.split(".")
@@ -136,7 +137,7 @@ def _block_prefixes(names: Sequence[str], counts: set[int]) -> set[tuple[str, ..
 
 
 def _block(name: str, prefixes: set[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The name up to the number of its block."""
+    """The name up to the number of its block; None if it is in no block."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if _is_number(part)]
     known = [i for i in numbers if tuple(parts[:i]) in prefixes]
@@ -146,7 +147,7 @@ def _block(name: str, prefixes: set[tuple[str, ...]]) -> tuple[str, ...] | None:
 
 
 def _place(name: str, block: tuple[str, ...] | None) -> tuple[tuple[Any, ...], str]:
-    """The key by which a tensor's group is sorted, and what the group is called."""
+    """The sort key of a tensor's group, and the name of the group."""
     parts = block[:-1] if block else name.split(".")[:-1] or name.split(".")
     towers = [(tower, at) for at, part in enumerate(parts) for tower, word in enumerate(_TOWERS)
               if re.fullmatch(word, part)]  # fmt: skip
@@ -155,7 +156,7 @@ def _place(name: str, block: tuple[str, ...] | None) -> tuple[tuple[Any, ...], s
         tower, at = towers[0]
         where = ".".join(parts[: at + 1]) + "."
     else:
-        # What belongs to no part: embeddings before all of them, the rest after.
+        # In no such part: embeddings come before all of them, the rest after.
         tower, where = (-1 if stage == _EMBEDDINGS else len(_TOWERS)), ""
     if stage == _HEADS and not block:
         tower = len(_TOWERS)

@@ -3,11 +3,11 @@
 Scope: what is to be placed, the chunk grid, the homes of weights, gradients and state, and the pools of the CPU arena.
 Not here: the decision (`plan/tiers.py`), when bytes move (`plan/prefetch.py`), and the arena itself (`io/memory.py`).
 
-[Note: pools] Each pool is a range of its own in which waiters queue in order, and a task that holds memory of one pool
-waits only for a later one in: weights, gradients, spill, update, device. So nothing waits in a circle, and the floor of
-each pool is one lease: one chunk's whole trip. What a pool has above its floor is speed. (A trip in places of
-gradients, see that note in `store/trip_leases.py`, holds memory before its own gradient does: it is recalled. A spilled
-gradient stays in staging only for a trip that has its memory, and waits for none.)
+[Note: pools] Each pool is a range of its own, in which waiters queue in order. A task that holds memory of one pool
+waits only for a pool that comes later in: weights, gradients, spill, update, device. So nothing waits in a circle, and
+the floor of each pool is one lease: one chunk's whole trip. Memory above the floor only adds speed. (A trip in places
+of gradients, see that note in `store/trip_leases.py`, holds memory before its own gradient does: it is recalled. A
+spilled gradient stays in staging only for a trip that has its memory already, and so waits for no memory.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierstore.errors import ConfigError
 
 BLOCK = 65536  # elements; chunks and rank boundaries are cut at multiples of it, and norms are summed per block
 MAX_CHUNK_BYTES = 32 * 2**20
-_MAX_IN_MEMORY_BYTES, _MANY_CHUNKS = 4 * MAX_CHUNK_BYTES, 200  # without a disk, whose rate needs no more
+_MAX_IN_MEMORY_BYTES, _MANY_CHUNKS = 4 * MAX_CHUNK_BYTES, 200  # without NVMe; with it, MAX_CHUNK_BYTES is enough
 
 GradientMode = Literal["held", "streamed", "doubled"]
 
@@ -42,8 +42,8 @@ class GroupNeed:
     """One group: `weight_bytes` and `state_bytes` are per element; a gradient has the weights' dtype.
 
     Attributes:
-        elements: those that are kept here; other ranks may keep others.
-        whole_bytes: of the weights of all ranks, on the device; None: all are kept here.
+        elements: how many this rank keeps; other ranks may keep others.
+        whole_bytes: bytes of the weights of all ranks, on the device; None: this rank keeps all.
     """
 
     name: str
@@ -78,19 +78,19 @@ class Request:
         gradients: "held" keeps every gradient until the global norm is known; "streamed" consumes a group's gradient
             soon after it arrives, and needs its home only while gradients accumulate or the graph is not known;
             "doubled" keeps the gradients of two steps.
-        chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB, and without NVMe what makes 200 chunks of all
-            state, up to 128 MiB, which it is if the GPU has room to spare for all: each takes Python's time. A chunk
-            has at least one block of elements.
-        chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
+        chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB. Without NVMe it is a 200th of all state, from
+            32 to 128 MiB, and 128 MiB if the GPU has room for everything: each chunk takes Python's time. A chunk has
+            at least one block of elements.
+        chunk_elements: chunk size of a store that exists already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
         gradient_room_bytes: smallest room for gradients on the device; None is the largest group's.
-        read_weights_with_state: the update comes when a group may have left the device: it reads weights that live on
-            NVMe, unless all of them stay there.
+        read_weights_with_state: the update runs when a group may have left the device: it reads weights that live on
+            NVMe, unless all weights stay on the device.
         micro_batches: backward passes per step, each after a forward of its own.
-        scratch_bytes: part of the CPU budget that is not placed: a codec's.
+        scratch_bytes: part of the CPU budget that is not placed: memory of a codec.
         updates_on_gpu: state may live on the GPU tier, and be updated there.
-        is_one_memory: copies to the GPU tier are within CPU memory. Without `gpu_bytes` it is a part of `cpu_bytes`,
-            which is still to be found (`plan/one_memory.py`).
+        is_one_memory: copies to the GPU tier are within CPU memory. If `gpu_bytes` is 0, the GPU tier's part of
+            `cpu_bytes` is still to be found (`plan/one_memory.py`).
     """
 
     groups: tuple[GroupNeed, ...]
@@ -119,7 +119,7 @@ class Request:
             most = min(max(most, state_bytes // _MANY_CHUNKS), _MAX_IN_MEMORY_BYTES)
             sizes = [need.device_bytes for need in self.groups]
             on_gpu_bytes = sum(sizes) + sum(need.update_bytes for need in trained)
-            spare_bytes = max(sizes, default=0) + _MAX_IN_MEMORY_BYTES  # for gradients, and a chunk apart
+            spare_bytes = max(sizes, default=0) + _MAX_IN_MEMORY_BYTES  # for gradients, and `gpu_apart_bytes`
             if self.updates_on_gpu and on_gpu_bytes + spare_bytes <= self.gpu_bytes:
                 most = _MAX_IN_MEMORY_BYTES
         return min(self.chunk_bytes or most, most)
@@ -133,7 +133,7 @@ class Pools:
         resident: weights and state chunks that live in CPU memory; permanent.
         gradients: gradients that live in CPU memory, held for the step, and streamed ones passing through.
         spill: staging to write and accumulate gradient chunks that live on NVMe.
-        update: transient; one lease is a chunk's `trip_bytes`. More of it is read-ahead and write-behind.
+        update: transient; one lease is a chunk's `trip_bytes`. More leases are read-ahead and write-behind.
         weights: transient staging of weight chunks between NVMe and the device.
         device: transient staging of state that lives on the GPU tier, to and from disk.
     """
@@ -162,7 +162,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Padded sizes of a group's chunks in closed form: all whole but perhaps the last."""
+    """Padded sizes of a group's chunks in closed form: all are whole except perhaps the last."""
 
     need: GroupNeed
     chunk_elements: int
@@ -191,11 +191,11 @@ class Placement:
     Attributes:
         gpu_weight_bytes: part of the GPU budget for weights on the device.
         gpu_gradient_bytes: part of the GPU budget for gradients on their way to the CPU.
-        gradient_home: on the GPU is that of a group that is updated there: its state is there, too.
-        state_resident_chunks: leading chunks of each group whose state lives in CPU memory; the rest is on NVMe, if the
-            group is not updated on the GPU.
+        gradient_home: the GPU if the group is updated there; then its state lives there, too.
+        state_resident_chunks: number of leading chunks of each group whose state lives in CPU memory; the rest is on
+            NVMe, unless the group is updated on the GPU.
         gradient_copies: gradients kept per parameter (2 under a delayed update).
-        streams_gradients: a gradient whose home is NVMe passes through CPU memory only, if it is used at once.
+        streams_gradients: a gradient whose home is NVMe only passes through CPU memory if it is used at once.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -258,19 +258,19 @@ class Placement:
 
     @functools.cached_property
     def gpu_apart_bytes(self) -> int:
-        """Of the weights of the largest chunk that is updated there, for one whose group has left the GPU."""
+        """Room for the weights of the largest chunk that is updated there, for a group that has left the GPU."""
         updated = filter(self.is_updated_on_gpu, range(len(self.groups)))
         chunks = ((self.groups[group], *extent) for group in updated for extent in self.chunks(group))
         return max(((stop - start) * need.weight_bytes for need, start, stop in chunks), default=0)
 
     @property
     def gpu_bytes(self) -> int:
-        """Of the GPU tier."""
+        """Bytes of the GPU tier."""
         return self.gpu_weight_bytes + self.gpu_gradient_bytes + self.gpu_update_bytes
 
     @property
     def gpu_filled_bytes(self) -> int:
-        """Of the GPU tier, what a step of this model fills of it at least: more gradients than one may be there."""
+        """The part of the GPU tier that a step of this model fills at least; it may hold more than one gradient."""
         whole = sum(need.device_bytes for need in self.groups)
         gradient = max((need.device_bytes for need in self.groups if need.trainable), default=0)
         return min(self.gpu_weight_bytes, whole) + gradient + self.gpu_update_bytes
@@ -284,7 +284,7 @@ class Placement:
         return grid.leading(need.state_bytes, self.state_resident_chunks[group])
 
     def trip_bytes(self, group: int, chunk: int) -> int:
-        """The update pool's lease of one chunk: all that comes from a disk; 0 if frozen or nothing does."""
+        """The update pool's lease of one chunk: everything that comes from a disk; 0 if frozen or if nothing does."""
         if not self.groups[group].trainable or self.is_updated_on_gpu(group):
             return 0
         state = 0 if self.is_state_resident(group, chunk) else self.state_bytes(group, chunk)
@@ -294,12 +294,12 @@ class Placement:
 
     @property
     def updates_in_memory(self) -> bool:
-        """Whether the update of a step reads and writes nothing but memory; what it changes is written for commits."""
+        """Whether the update of a step reads and writes only memory; its changes are written to disk for commits."""
         chunks = ((group, chunk) for group in range(len(self.groups)) for chunk in range(self.chunk_count(group)))
         return not any(self.trip_bytes(*key) for key in chunks)
 
     def usage(self) -> tuple[UsageRow, ...]:
-        """Padded bytes per kind and tier; of the GPU tier its budgets, as far as there is something to fill them."""
+        """Padded bytes per kind and tier; for the GPU tier its budgets, as far as there are bytes to fill them."""
         everywhere: dict[tuple[Kind, Tier], list[int]] = {}
         for index, need in enumerate(self.groups):
             grid = Grid(need, self.chunk_elements)

@@ -1,6 +1,6 @@
 """How far ahead to fetch: the textbook depth, and the recommended one.
 
-Not here: what is fetched and what goes for it (`plan/residency.py`), the transfers themselves.
+Not here: which groups are fetched and evicted (`plan/residency.py`), the transfers themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tierstore.plan.simulate import Simulation, Visit, simulate
 _ROUNDING_S = 1e-9  # of the clock
 _SAME = 1.01
 _MOST_DEPTH = 8
-_LONG, _MOST_VISITS = 1_000, 10_000  # visits: of a long order, and of all that are simulated of one
+_LONG, _MOST_VISITS = 1_000, 10_000  # visits from which an order is long; visits of it that are simulated at most
 
 
 def required_depth(group_bytes: int, bytes_per_s: float, compute_s: float) -> int:
@@ -30,7 +30,7 @@ def required_depth(group_bytes: int, bytes_per_s: float, compute_s: float) -> in
 def recommend_depth(order: tuple[Visit, ...], bytes_per_s: float, capacity_bytes: int) -> int:
     """The smallest depth whose simulated stall is within 1 % of the best up to 8.
 
-    Of long orders fewer are tried, for it takes time, and a group more or less is a small part of them.
+    Long orders are tried at fewer depths, because each takes time and one group more or less is a small part of them.
 
     Raises:
         BudgetError: a group alone exceeds the capacity.
@@ -39,9 +39,9 @@ def recommend_depth(order: tuple[Visit, ...], bytes_per_s: float, capacity_bytes
     is_long = len(order) > _LONG
     most = min(_MOST_DEPTH, max(1, _MOST_VISITS // len(order))) if is_long else _MOST_DEPTH
     for depth in range(1, 1 + most):
-        # A long step is steady after one.
+        # A long order is steady after one step.
         run = runs[depth] = simulate(order, capacity_bytes, depth, bytes_per_s, warm_up_steps=1 if is_long else 3)
         if run.stall_s <= _SAME * max(0.0, run.link_s - run.compute_s) + _ROUNDING_S:
-            break  # none has much less: what is fetched early is not fetched less often
+            break  # no depth stalls much less: fetching earlier does not mean fetching less often
     limit_s = _SAME * min(run.stall_s for run in runs.values()) + _ROUNDING_S
     return next(depth for depth, run in runs.items() if run.stall_s <= limit_s)

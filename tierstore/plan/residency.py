@@ -6,8 +6,8 @@ Owner: the caller keeps what is resident, in use and loading; the policy only an
 
 [Note: rank] Seen from one position of the order, groups are ranked by their next use. The first is the group needed
 now, the next ones are the prefetch candidates, and the last is the victim (Belady, 1966: evict what is used farthest
-in the future, optimal when the order is known). Only what is asked for is ranked: the whole ranking of every position
-would be the square of the groups, of which there may be thousands.
+in the future, optimal when the order is known). Only what is asked for is ranked: ranking all groups at every position
+would take the square of their number, which may be thousands.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ResidencyPolicy:
         return demand in present and present.issuperset(ahead[: self.depth])
 
     def _ahead(self, position: int) -> tuple[int, ...]:
-        """The group that is used at a position, and those that come next, as many as the depth."""
+        """The group that is used at a position, and the next distinct ones, as many as the depth."""
         found = self._nearest.get((position, self.depth))
         if found is None:
             groups: dict[int, None] = {}
@@ -104,15 +104,15 @@ class ResidencyPolicy:
     ) -> Decision:
         """What to evict and load now that the visit at `position` begins.
 
-        Prefetch goes no farther than the first candidate that has no room, so a nearer group is never behind a farther
-        one, and it never evicts a group whose next use is sooner than its own.
+        Prefetch stops at the first candidate that has no room, so a nearer group is never behind a farther one. A
+        candidate never evicts a group that is used sooner than itself.
 
         Args:
             position: index in the cyclic order (any integer; taken modulo its length).
             resident: groups wholly on the device.
-            in_use: groups that may not be evicted: acquired, or still read by the device. Asked only of victims.
+            in_use: groups that may not be evicted: acquired, or still read by the device. Checked only for victims.
             loading: groups in flight; they fill memory and cannot be evicted.
-            demand: the group needed, where the step left the order; None is the order's own group.
+            demand: the group needed if the step left the order; None is the order's own group.
 
         Raises:
             BudgetError: the demanded group and those in use exceed the capacity.
@@ -126,7 +126,7 @@ class ResidencyPolicy:
         evict: list[int] = []
         load: list[int] = []
         next_use = self._look_from(position)
-        ranked: list[int] = []  # what is present, farthest first, once it is asked for
+        ranked: list[int] = []  # the present groups, farthest next use first, once a victim is needed
 
         def evictable(beyond: int) -> Iterator[int]:
             if not ranked:
@@ -165,7 +165,7 @@ class ResidencyPolicy:
             )
 
     def _victims(self, missing_bytes: int, farthest_first: Iterable[int]) -> list[int] | None:
-        """Groups to evict for `missing_bytes`, or None; spares those that a larger victim makes needless."""
+        """Groups to evict for `missing_bytes`, or None if too few; spares those that a larger victim makes needless."""
         victims: list[int] = []
         surplus = -missing_bytes
         if surplus >= 0:

@@ -1,4 +1,4 @@
-"""What an update schedule asks of gradients and weights, and which one `auto` is.
+"""What an update schedule asks of gradients and weights, and which schedule `auto` selects.
 
 Scope: the same rules for the engine, `tune` and `plan`.
 Not here: options that exclude each other (`train/options.py`), steps that leave the schedule (`train/rounds.py`).
@@ -23,11 +23,11 @@ def updates_in_backward(schedule: UpdateSchedule) -> bool:
 
 
 def usual(*, needs_norm: bool, can_go_back: bool) -> UpdateSchedule:
-    """What `auto` is, as far as it can be known without the placement.
+    """The schedule that `auto` selects, as far as it can be known without the placement.
 
     Args:
-        needs_norm: what a group gets is known only when all gradients are: clipping, fp16.
-        can_go_back: each step is committed, so that an update that was wrong can be done again.
+        needs_norm: an update needs all gradients first: clipping, fp16.
+        can_go_back: each step is committed, so that a wrong update can be redone.
     """
     if not needs_norm:
         return UpdateSchedule.BACKWARD
@@ -35,15 +35,16 @@ def usual(*, needs_norm: bool, can_go_back: bool) -> UpdateSchedule:
 
 
 def settled(schedule: UpdateSchedule, *, shares_cores: bool, in_memory: bool) -> UpdateSchedule:
-    """What `auto` is: on a CPU a whole update in memory has nothing to hide, and runs by itself.
+    """The schedule that `auto` selects, once it is known whether updates need the disk.
 
-    Beside the next forward it would take turns with it on the same cores, and slow it by more than it gains. And where
-    the update waits for no disk, to guess is not worth what a wrong guess costs: to read all of the state.
+    An update wholly in memory has no disk time to hide. On cores that also compute it runs by itself: beside the next
+    forward the two would take turns, and forward would lose more than the update gains. On other machines it runs in
+    forward, not speculatively: speculation is not worth the cost of a wrong guess, which is to read all of the state.
 
     Args:
-        schedule: the usual one.
+        schedule: the one that `usual` gives.
         shares_cores: updates run on the cores that compute.
-        in_memory: no update needs the disk, at no rank.
+        in_memory: no update needs the disk, on any rank.
     """
     if schedule not in (UpdateSchedule.FORWARD, UpdateSchedule.SPECULATIVE) or not in_memory:
         return schedule

@@ -1,11 +1,11 @@
-"""A step of groups that are fetched over links, run on paper.
+"""A step on paper whose groups are fetched over links.
 
-Scope: the residency policy of the engine, driven by computed instead of measured times; deterministic, jitter too.
+Scope: the residency policy of the engine, driven by computed, not measured, times; deterministic even with jitter.
 Not here: the choice of a depth from such runs (`plan/prefetch.py`), updates and commits (`plan/step_model.py`).
 
-A link serves fetches in the order in which they were asked for; a fetch that passes several takes them in turn. Other
-traffic of the first link (state, gradients, new weights) fills the gaps between them, and must be through before the
-same visit of the next step begins: it is what that visit's update left behind.
+A link serves fetches in the order in which they were asked for; a fetch over several links passes them one after the
+other. Other traffic of the first link (state, gradients, new weights) fills the gaps between fetches. The traffic that
+a visit's update leaves behind must be done before the same visit of the next step begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Visit:
         group: id, 0 or more.
         bytes: of the group; the same at each of its visits.
         compute_s: time of the visit on the compute device.
-        other_bytes: traffic that the visit leaves behind on the same link: state, spilled gradients, new weights.
+        other_bytes: traffic that the visit leaves behind on the first link: state, spilled gradients, new weights.
     """
 
     group: int
@@ -47,8 +47,9 @@ class Link:
     """One of the links that a fetch passes.
 
     Attributes:
-        bytes_per_s: of all its disks together, if it is several that are striped over.
-        share: part of a group's bytes that passes it: 1/N from the disk of each of N ranks, the rest between them.
+        bytes_per_s: of all its disks together, if groups are striped over several.
+        share: part of a group's bytes that passes this link: with N ranks, 1/N from the disk of each, the rest between
+            them.
     """
 
     bytes_per_s: float
@@ -149,11 +150,11 @@ def run_steps(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Simulation]:
-    """One step after the other, from an empty device, without end.
+    """Endless steps, one after the other, from an empty device.
 
     Args:
-        jitter: standard deviation of every compute and transfer time, as a part of it (log-normal, of mean 1). The
-            compute times of one seed are the same at every depth.
+        jitter: standard deviation of every compute and transfer time, relative to it (log-normal, of mean 1). With the
+            same seed, compute times are the same at every depth.
     """
     if not (0 <= jitter < 10):
         raise ConfigError(f"a jitter is a part of a time, 0 or more and below 10, not {jitter}")
@@ -187,14 +188,14 @@ class _Run:
         self.policy = ResidencyPolicy(tuple(visit.group for visit in order), self.sizes, capacity_bytes, depth)
         self.links = links
         self.compute_noise, self.link_noise = compute_noise, link_noise
-        self.now_s = self.begun_s = 0.0  # of the step
-        self.free_s = [0.0] * len(links)  # when each link is through with what it was asked
+        self.now_s = self.begun_s = 0.0  # now, and the start of the step
+        self.free_s = [0.0] * len(links)  # when each link has served all that it was asked for
         self.ready_s: dict[int, float] = {}  # when each present group is, or will be, resident
-        self.present: set[int] = set()  # its keys
+        self.present: set[int] = set()  # the keys of `ready_s`
         self.present_bytes = 0
-        self.left_s = 0.0  # time of the first link that other traffic has asked for, since the beginning
+        self.left_s = 0.0  # time that other traffic has asked of the first link, since the beginning
         self.served_s = 0.0
-        self.due_s = [0.0] * len(order)  # of `left_s`, what must be served before this visit's next turn
+        self.due_s = [0.0] * len(order)  # the `left_s` that must be served before this visit's next turn
         self.spans: list[Span] = []
         self.loads: list[int] = []
 
@@ -235,7 +236,7 @@ class _Run:
         return max(times_s)
 
     def _make_resident(self, position: int) -> None:
-        """Asks the policy, starts what it says, and moves the clock to when the visit can compute."""
+        """Asks the policy, starts the loads, and moves the clock to when the visit can compute."""
         overdue_s = self.due_s[position] - self.served_s
         if overdue_s > 0:
             self._other_traffic(overdue_s)

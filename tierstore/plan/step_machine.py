@@ -1,6 +1,6 @@
-"""What a step runs on: measured rates, threads, and how its parts slow each other down.
+"""The machine of a step on paper: measured rates, threads, and how its activities slow each other down.
 
-Scope: speeds of what runs at once, for the step model (`plan/step_model.py`).
+Scope: speeds of jobs that run at once, for the step model (`plan/step_model.py`).
 Not here: measuring.
 """
 
@@ -14,9 +14,9 @@ from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable
 
 _STILL = 1e-2
-"""What is left of the speed of transfers beside a sync. See [Note: syncs] in `plan/bandwidth.py`."""
+"""Share of their speed that transfers keep beside a sync. See [Note: syncs] in `plan/bandwidth.py`."""
 Slower = Mapping[tuple[Activity, Activity], float]
-"""How many times as long the first takes beside the second; 1 where nothing is said."""
+"""How many times as long the first takes beside the second; 1 for pairs that are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Machine:
 
     Attributes:
         io_threads: of all directories together.
-        slower: of reads, writes, copies, Adam (at all its threads; checksums count as it), the model's arithmetic.
-        sync_s: of making a commit durable, apart from its writes and their sync.
+        slower: for reads, writes, copies, Adam (on all its threads; checksums count as Adam), the model's arithmetic.
+        sync_s: time to make a commit durable, apart from its writes and their sync.
     """
 
     table: BandwidthTable
@@ -42,11 +42,11 @@ class Machine:
             raise ConfigError(f"what runs beside something else does not get faster, and time is not negative: {self}")
 
     def beside_training(self, strength: float, drag: float) -> Machine:
-        """The same, as a step finds it: see `StepRecord`.
+        """The machine as a training step finds it: see `StepRecord`.
 
         Args:
-            strength: a model's computing is slowed so many times as much as matrix products; 0 is not at all.
-            drag: reads and writes take so many times as long.
+            strength: how many times as much a model's computing is slowed as matrix products; 0 is not at all.
+            drag: how many times as long reads and writes take.
         """
         slowed = {
             pair: 1 + strength * (factor - 1) for pair, factor in self.slower.items() if pair[0] is Activity.MATMUL
@@ -55,7 +55,7 @@ class Machine:
         return replace(self, table=table, slower={**self.slower, **slowed})
 
     def speeds(self, running: Mapping[str, int]) -> dict[str, float]:
-        """Of each job that runs: compute (1 is alone), Adam in elements/s, the others in bytes/s."""
+        """The speed of one job of each kind: compute (1 is alone), Adam in elements/s, the others in bytes/s."""
         reads, writes, copies, loads = (running.get(kind, 0) for kind in ("read", "write", "d2h", "h2d"))
         updating = (running.get("adam", 0) + running.get("checksum", 0)) / self.update_threads
         busy = {
@@ -79,8 +79,8 @@ class Machine:
         }
 
     def _stretch(self, activity: Activity, busy: Mapping[Activity, float]) -> float:
-        """How many times as long an activity takes beside others, each with the share of its full rate."""
-        both_ways = {Activity.READ, Activity.WRITE}  # beside each other: in `disk_seconds`
+        """How many times as long an activity takes beside others, each of which runs at a share of its full rate."""
+        both_ways = {Activity.READ, Activity.WRITE}  # their effect on each other is in `disk_seconds`
         apart = both_ways if activity in both_ways else {activity}
         return 1 + sum(
             min(share, 1.0) * (self.slower.get((activity, other), 1.0) - 1)

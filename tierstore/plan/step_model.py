@@ -4,15 +4,16 @@ Scope: the training thread (`train/access.py`, `train/steps.py`) on the store of
     placement, the residency policy and the pools that the engine uses.
 Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/tune.py`).
 
-[Note: what is modelled] The disks serve as many jobs at once as they have threads, all at one speed, which the measured
-rates give for the mix of reads and writes that is running. Demanded reads go first, then writes, then reads ahead.
-A thread of the disks computes the checksum of what it has read, but for what an update reads, which checks it in its
-own pass. Adam, checksums, the model's arithmetic, reads and writes slow each other down as measured in pairs; how much
-that is for this model's own kernels, a recorded step shows (`StepRecord.contention`), and how much the threads of the
-disks lose to all that besides (`StepRecord.drag`). What waits for what is as in the engine.
+[Note: what is modelled] The I/O threads run as many jobs at once as there are threads, all at one speed, which the
+measured rates give for the mix of reads and writes that is running. Demanded reads go first, then reads that an update
+waits for, writes, reads ahead, and writes for a commit. An I/O thread computes the checksum of what it has read, except
+for an update, which checks what it reads in its own pass. Adam, checksums, the model's arithmetic, reads and writes
+slow each other down as measured in pairs. The recorded step tells how that differs for this model's own kernels
+(`StepRecord.contention`), and how much the I/O threads lose besides (`StepRecord.drag`). Processes wait for the same
+things as in the engine.
 
-[Note: what is not] Codecs, the digests of what is read and written in the pass of an update, several ranks, a
-speculation that turns out wrong, other processes, and the time that Python takes between jobs.
+[Note: what is not] Codecs, the digests that an update computes in its own pass over the bytes that it reads and writes,
+several ranks, a wrong speculation, other processes, and the time that Python takes between jobs.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.step_store import Round, Store
 
-_LONGEST_PERIOD = 8  # steps from commit to commit that are simulated; of longer ones the rest is like the last
-_QUIET = 2  # of them, that the rest is like
-_PERIODS = 2  # that are simulated, as far as they are short
+_LONGEST_PERIOD = 8  # steps simulated from commit to commit, at most
+_QUIET = 2  # last simulated steps that stand for the rest of a longer period
+_PERIODS = 2  # simulated periods, if they are short
 _WARM_UP_STEPS = 2
 
 
@@ -48,14 +49,14 @@ class StepPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """One step in steady state, a mean over some.
+    """One step in steady state, a mean over several.
 
     Attributes:
         stall_s: time in which compute waits for weights.
         slowed_s: how much longer compute takes beside the update.
         disk_s: time in which the disks work.
         cpu_peak_bytes, gpu_peak_bytes: largest use of the tiers' budgets.
-        waiting_s: all that the step takes beyond its computing, slowed as that is: for weights, gradients, updates.
+        waiting_s: time of the step beyond its computing, slowed as that is: waits for weights, gradients, updates.
     """
 
     seconds: float
@@ -72,7 +73,7 @@ class StepForecast:
 
     @property
     def computing_s(self) -> float:
-        """Of both passes, beside the update: without waiting for weights."""
+        """Time of both passes beside the update, without waiting for weights."""
         return self.forward_s + self.backward_s - self.stall_s
 
 
@@ -80,7 +81,7 @@ def forecast(record: StepRecord, placement: Placement, machine: Machine, policy:
     """Runs some steps from a committed store, and gives the mean of those after `_WARM_UP_STEPS`.
 
     Raises:
-        ConfigError: the schedule has no model, or the record is of another model.
+        ConfigError: the schedule is not modelled, or the record and the placement are of different models.
     """
     if policy.schedule in (UpdateSchedule.AUTO, UpdateSchedule.DELAYED):
         raise ConfigError(f"a step with update={policy.schedule.value!r} has no model; give an exact schedule")
@@ -111,7 +112,7 @@ def forecast(record: StepRecord, placement: Placement, machine: Machine, policy:
 
 
 def _mean(marks: Sequence[Mapping[str, float]], steps: int) -> dict[str, float]:
-    """Of so many steps: those between the marks, and for the rest the quiet ones, long after a commit was begun."""
+    """The mean over `steps` steps: those between the marks, and for the rest quiet ones, long after a commit began."""
     first, last = marks[0], marks[-1]
     more = steps - (len(marks) - 1)
     if more <= 0:
@@ -145,7 +146,7 @@ class _Trainer:
         self.commit_phase = 0
 
     def train(self, steps: int, committed: int) -> Process:
-        """So many steps, one after the other; one of the commits begins at the end of step `committed`."""
+        """Runs so many steps, one after the other; one of the commits begins at the end of step `committed`."""
         self.commit_phase = committed % self.policy.commit_every
         self._mark()
         for number in range(1, steps + 1):
@@ -194,7 +195,7 @@ class _Trainer:
             yield from [trip.ended for trip in round_.trips.values()]
         self.stale = self.held & set(round_.order)
         for group in self.stale:
-            # A refresh begins when the next load is posted; until then it is not ready.
+            # A refresh begins when the next load is posted; until then the group is not ready.
             self.ready[group] = Signal()
         if self.policy.commits and number % self.policy.commit_every == self.commit_phase:
             self.store.begin_commit(round_)
@@ -220,7 +221,7 @@ class _Trainer:
         return self.residency.decide(position, self.held - loading, (), loading, demand=group)
 
     def _depth_from(self, position: int) -> int:
-        """Not over an update that makes weights stale, as in the engine."""
+        """The prefetch depth, cut where an update will make weights stale, as in the engine."""
         count, seen = len(self.order), {self.order[position]}
         for place in range(position + 1, position + count):
             group = self.order[place % count]
@@ -253,7 +254,7 @@ class _Trainer:
     # --- gradients (train/backward.py) ----------------------------------------------------------------------------
 
     def _hand_over(self, round_: Round, group: int) -> Process:
-        """The gradient leaves the device; backward waits while too many are on their way."""
+        """The gradient leaves the device; backward waits while too many gradients are on their way."""
         nbytes = self.sizes[group]
         while self.gradient_bytes and self.gradient_bytes + nbytes > self.store.placement.gpu_gradient_bytes:
             yield self.accepting.pop(0)

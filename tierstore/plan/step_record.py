@@ -1,4 +1,4 @@
-"""What a step does, as the engine saw it: visits, their seconds, gradients; and its JSON form.
+"""A step as the engine saw it: visits, their seconds, gradients; and its JSON form.
 
 Scope: plain data. Not here: recording it (`Engine.record`), the step on paper (`plan/step_model.py`).
 """
@@ -31,10 +31,10 @@ class StepRecord:
         forward, backward: groups in the order of their visits, with the seconds of each.
         completed: groups in the order in which backward completed their gradients.
         between_s: from the end of backward to the next forward: deciding the step, data, what the loop itself does.
-        contention: how many times as much the rest slows this computing as it slows matrix products. See
+        contention: how many times as much other activities slow this computing as they slow matrix products. See
             `plan/tuning.calibrated`.
         drag: how many times as long reads and writes take within steps as the measured rates say, judged by how long
-            the steps took: the threads of the disks wait for cores and for the interpreter, which both train.
+            the steps took: the I/O threads wait for cores and for the interpreter, which training uses, too.
         acquired_bytes: of weights that are on the device together, at least; see `plan.placement.Request`.
     """
 
@@ -52,7 +52,7 @@ class StepRecord:
         if not self.forward or not all(0 <= group < len(self.groups) for group in (*visited, *self.completed)):
             raise ConfigError(f"a recorded step visits at least one of its {len(self.groups)} groups, and no other")
         times_s = (self.between_s, self.contention, *(seconds for _, seconds in (*self.forward, *self.backward)))
-        if not all(0 <= seconds < _MOST_SECONDS for seconds in times_s):  # which is false of nan
+        if not all(0 <= seconds < _MOST_SECONDS for seconds in times_s):  # False for nan
             raise ConfigError("the times of a recorded step are seconds, finite and from 0 to 10^9")
         if not 0 < self.drag < _MOST_SECONDS:
             raise ConfigError(f"reads and writes take so many times as long, finite and above 0, not {self.drag}")
@@ -61,7 +61,7 @@ class StepRecord:
 
     @property
     def compute_s(self) -> float:
-        """Of the whole step."""
+        """Computing of the whole step, `between_s` included."""
         return self.forward_s + self.backward_s + self.between_s
 
     @property
@@ -73,7 +73,7 @@ class StepRecord:
         return sum(seconds for _, seconds in self.backward)
 
     def check_gradients(self) -> None:
-        """Every group that is trained completed its gradients once: an update waits for them.
+        """Checks that every trained group completed its gradients once, because its update waits for them.
 
         Raises:
             ConfigError: names the first group that did not.
@@ -86,7 +86,7 @@ class StepRecord:
             raise ConfigError(f"backward completed {len(self.completed)} gradients of {len(trained)} trained groups")
 
     def scaled(self, compute: float) -> StepRecord:
-        """A step that computes so many times as long: with so many times the batch."""
+        """The step with `compute` times the computing, as with so many times the batch."""
         forward, backward = (
             tuple((group, compute * seconds) for group, seconds in visits) for visits in (self.forward, self.backward)
         )
@@ -94,7 +94,7 @@ class StepRecord:
 
     @classmethod
     def typical(cls, records: Sequence[StepRecord]) -> StepRecord:
-        """The medians of several steps that went the same way; of others only the last one."""
+        """The last record, with median times over all records that made the same visits."""
         last = records[-1]
         ways = [[group for group, _ in (*one.forward, *one.backward)] for one in records]
         same = [one for one, way in zip(records, ways) if way == ways[-1]]
@@ -117,13 +117,13 @@ class StepRecord:
         """The record of `to_json`.
 
         Raises:
-            FormatError: it is none.
+            FormatError: the value is no such record.
         """
         if missing := [name for name in _ALWAYS_THERE if name not in value]:
             raise FormatError(f"not a recorded step: it has no {missing[0]!r}")
         if value["version"] != _VERSION:
             raise FormatError(f"a recorded step of version {value['version']} cannot be read; record it again")
-        try:  # as text: what JSON can hold, and nothing that only looks like it
+        try:  # as text: accepts only what JSON can hold
             record = _ADAPTER.validate_json(json.dumps(value), strict=True)
             record.check_gradients()
         except ValidationError as error:

@@ -16,8 +16,8 @@ from tierstore.plan.events import Clock, Memory, Process, Shared, Signal
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
 
-DEMAND, UPDATE, WRITE, PREFETCH, COMMIT = range(5)  # as io/workers.Priority; nobody hurries here
-_SAME_THREAD = -1  # goes on with what it has begun
+DEMAND, UPDATE, WRITE, PREFETCH, COMMIT = range(5)  # as io/workers.Priority; no commit is hurried here
+_SAME_THREAD = -1  # the thread goes on with the job that it has begun
 Key = tuple[int, int]
 
 
@@ -26,9 +26,9 @@ class Trip:
     """One chunk in one round.
 
     Attributes:
-        delivered: its new weights went to the device by themselves.
+        delivered: its update put the new weights on the device.
         has_places: its memory is that of gradients that come later.
-        awaits: it needs nothing but its gradient, which then stays in memory for it (`staged`).
+        awaits: it lacks only its gradient, which then stays in memory for it (`staged`).
     """
 
     key: Key
@@ -46,7 +46,7 @@ class Round:
     """The update of one step (`store/rounds.py`).
 
     Attributes:
-        later_bytes: by group, what of the gradients' memory its trips may have.
+        later_bytes: by group, bytes of the gradients' pool that its trips may use.
         kept_bytes: of gradients that were applied and are kept; None if none are kept.
     """
 
@@ -66,7 +66,7 @@ class Store:
     """The tiers below the device, and the device copies of the groups.
 
     Attributes:
-        commit: the last one that was begun; set when it is published.
+        commit: the last commit that was begun; set when it is published.
     """
 
     def __init__(self, clock: Clock, placement: Placement, machine: Machine) -> None:
@@ -111,7 +111,7 @@ class Store:
         return self.placement.weights_home[group] is Tier.NVME
 
     def _io(self, verb: str, nbytes: int, priority: int, *, is_checked: bool = True) -> Signal:
-        """One chunk from or to the disks; what is read is checked, but for what Adam checks in passing."""
+        """Moves one chunk from or to the disks; reads are checked, except those that Adam checks in its own pass."""
         moved = self.work.submit("io", verb, nbytes, priority)
         if verb != "read" or not nbytes or not is_checked or self.machine.table.checksum_bytes_per_s is None:
             return moved
@@ -124,7 +124,7 @@ class Store:
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def begin(self, order: Sequence[int], *, reads_weights: bool, is_lazy: bool, keeps_gradients: bool) -> Round:
-        """The trips of a step begin to read ahead."""
+        """Begins the update of a step: its trips begin to read ahead."""
         round_ = Round(order, reads_weights, is_lazy, self.commit, gates={group: Signal() for group in order})
         round_.allowed = 0 if is_lazy else len(order)
         if keeps_gradients:
@@ -145,7 +145,7 @@ class Store:
         return later_bytes
 
     def approve(self, round_: Round) -> None:
-        """The step is over: gradients that were kept may go."""
+        """The step is over: kept gradients may be freed."""
         if round_.later_bytes:  # all of their memory is free until the next backward
             round_.later_bytes = dict.fromkeys(round_.order, self.placement.pools.gradients)
         self._gradients.free(round_.kept_bytes or 0)
@@ -153,7 +153,7 @@ class Store:
         self._update.look_again()
 
     def decide(self, round_: Round, groups: Iterable[int]) -> None:
-        """What these groups get is known."""
+        """The updates of these groups are decided."""
         for group in groups:
             if group in round_.gates and group not in round_.decided:
                 round_.decided.add(group)
@@ -161,12 +161,12 @@ class Store:
         self._open(round_)
 
     def rearrange(self, round_: Round, order: Sequence[int]) -> None:
-        """Trips that wait for memory have it in this order of their groups."""
+        """Trips that wait for memory get it in this order of their groups."""
         ranks = {group: rank for rank, group in enumerate(order)}
         self._update.rearrange({trip: ranks[group] for (group, _), trip in round_.trips.items() if group in ranks})
 
     def allow_through(self, group: int | None = None) -> None:
-        """Somebody needs this group (None: all of them): decided updates up to it may run."""
+        """This group (None: all of them) is needed: decided updates up to it may run."""
         for round_ in self._rounds:
             if len(round_.decided) == len(round_.order):
                 rank = len(round_.order) if group is None else 1 + list(round_.order).index(group)
@@ -216,7 +216,7 @@ class Store:
     def _apply(self, round_: Round, trip: Trip) -> Process:
         group, chunk = trip.key
         gradient_bytes = self.placement.gradient_bytes(group, chunk)
-        if self.placement.is_updated_on_gpu(group):  # which takes next to nothing
+        if self.placement.is_updated_on_gpu(group):  # takes next to no time
             trip.delivered = True
             self.clock.set(trip.applied)
             yield self.work.submit("update", "d2h", gradient_bytes, UPDATE)  # the new weights
@@ -249,11 +249,11 @@ class Store:
     # --- the device -----------------------------------------------------------------------------------------------
 
     def announce(self, group: int) -> None:
-        """A load follows; an update waits for its memory, and puts the new weights there."""
+        """A load follows; the group's update waits for its device memory, and puts the new weights there."""
         self._announced[group] = Signal()
 
     def load(self, group: int, after: Signal | None) -> Process:
-        """Bring a group to the device, when the drop before (`after`) is over."""
+        """Bring a group to the device, once the drop before (`after`) is over."""
         if after is not None:
             yield after
         yield self.device.reserve(self.placement.groups[group].device_bytes)
@@ -317,7 +317,7 @@ class Store:
     # --- commits --------------------------------------------------------------------------------------------------
 
     def begin_commit(self, round_: Round) -> None:
-        """Publish the state after a round, in the background; what lives in CPU memory is written for it."""
+        """Publish the state after a round, in the background; chunks that live in CPU memory are written for it."""
         previous, writes = self.commit, []
         for key in round_.trips:
             nbytes = self._resident_bytes(key)
@@ -342,7 +342,7 @@ class Store:
         yield previous
         if self.machine.table.caches_writes:
             written_bytes = self.work.amounts["write"]
-            # Between two commits all steps write the same slot: more than that does not wait in a cache.
+            # Between two commits all steps write the same slot, so a cache holds no more than that.
             yield self.work.submit("sync", "sync", min(written_bytes - self._synced_bytes, self._slot_bytes))
             self._synced_bytes = written_bytes
         yield self.machine.sync_s

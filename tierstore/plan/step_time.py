@@ -1,21 +1,23 @@
-"""How long a step takes, by phase: the longest of compute and each link's own total, and what nothing hides.
+"""How long a step takes, by phase: the longest of compute and each link's own total, and the time that nothing hides.
 
 Scope: the bytes of a placement on every link of a node, in forward, backward and update; the phases of a schedule.
 Not here: which placements there are (`plan/strategies.py`), and how groups follow one another (`plan/simulate.py`).
 
-Every rank does the same, so a node moves what one rank moves times its GPUs. What is left out, for it is small:
-latencies, the traffic between pipeline stages, and an update on the GPU (but for new weights on their way to the CPU).
+Every rank does the same, so a node moves what one rank moves times its GPUs. Left out, because they are small:
+latencies, the traffic between pipeline stages, and an update on the GPU (except for new weights on their way to the
+CPU).
 
-[Note: what hides] What moves or updates beside computing is hidden as far as the two do not slow each other: on a GPU
-nearly all of it, on a CPU whose cores compute, copy and update nearly nothing. How much is measured in pairs
-(`BandwidthTable.slowdown`); a pair that was not measured does not slow.
+[Note: what hides] Transfers and updates beside computing are hidden as far as they and the computing do not slow each
+other: nearly all on a GPU, nearly nothing on a CPU whose cores compute, copy and update. Slow-downs are measured in
+pairs (`BandwidthTable.slowdown`); a pair that was not measured has none.
 
-[Note: commits] What lives in CPU memory is written for a commit in the background, under any schedule, until the next
-one, and where writes wait in a cache, that is emptied likewise, of each byte as often as it is written: first where the
-disks have nothing else to do, and only what is left makes a step longer. The cores have no part in that.
+[Note: commits] Under any schedule, chunks that live in CPU memory are written for a commit in the background, until the
+next commit. Where writes wait in a cache, they are synced in the background likewise, each byte as often as it is
+written. Both are done first where the disks are idle, and only the rest makes a step longer. The cores have no part in
+syncs.
 
-[Note: drag] Where the cores that compute serve the threads of the disks, too, these take longer than measured
-alone. `tune` learns how much from steps that it runs; here it is what steps of GPT-2 124M and 1.5B took on two cores.
+[Note: drag] Where the cores that compute also run the I/O threads, reads and writes take longer than measured alone.
+`tune` learns how much from steps that it runs; here it is a factor from steps of GPT-2 124M and 1.5B on two cores.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from tierstore.plan.placement import Grid, Kind, Placement
 from tierstore.plan.schedules import updates_in_backward
 
 DRAG_BESIDE_COMPUTING = 1.2
-"""See [Note: drag]: about the median of what makes 9 forecasts of 2026-11-25 right, which was 1.05 to 1.28."""
+"""See [Note: drag]: about the median of the factors that make 9 forecasts of 2026-11-25 right, 1.05 to 1.28."""
 
 
 class Link(enum.StrEnum):
@@ -52,12 +54,12 @@ class Link(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a part of a step asks of one node; seconds are those of every GPU.
+    """The work of a part of a step on one node; seconds are those of every GPU.
 
     Attributes:
         peers_s: collectives that run beside the compute.
-        bubble_s, sums_s: what nothing hides: the bubble of a pipeline, tensor-parallel sums.
-        optimizer_s: of the CPU optimizer, and of norms, were the ranks of a node to update one after another.
+        bubble_s, sums_s: time that nothing hides: the bubble of a pipeline, tensor-parallel sums.
+        optimizer_s: of the CPU optimizer, and of norms, if the ranks of a node updated one after another.
     """
 
     compute_s: float = 0.0
@@ -82,10 +84,10 @@ class Phase:
     """A part of a step in which everything overlaps.
 
     Attributes:
-        waits_s: what nothing hides, by what it is.
-        slower: two factors of each link: how many times as long computing takes beside its work, and its work beside
-            computing.
-        syncing_s: what of the disks' seconds is syncs, which slow no core and are slowed by none.
+        waits_s: time that nothing hides, by its cause.
+        slower: two factors of each link: how many times as long computing takes beside the link's work, and the link's
+            work beside computing.
+        syncing_s: the part of the disks' seconds in which they sync; syncs slow no core, and no core slows them.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Phase:
 
     @property
     def sync_s(self) -> float:
-        """What nothing hides."""
+        """Time that nothing hides."""
         return sum(self.waits_s.values())
 
     @property
@@ -114,13 +116,13 @@ class Phase:
 
     @property
     def losses_s(self) -> Mapping[Link, float]:
-        """Seconds without computing, by what is waited for: of the links, the one that alone would cost most."""
+        """Seconds without computing, by cause; of the links, only the one that alone would cost most."""
         alone_s = {link: self._beside(self.compute_s, link) for link in self.links_s}
         link = max(alone_s, key=lambda link: (alone_s[link], self.links_s[link]))
         return {**self.waits_s, link: max(0.0, self.seconds - self.sync_s - self.compute_s)}
 
     def _beside(self, busy_s: float, link: Link) -> float:
-        """`beside_s` of the cores, busy for so long, and a link; its syncs go on beside both."""
+        """`beside_s` of the cores, busy for `busy_s`, and a link, whose syncs go on beside both."""
         syncing_s = self.syncing_s if link is Link.DISKS else 0.0
         both_s = beside_s(busy_s, self.links_s[link] - syncing_s, self.slower.get(link, (1.0, 1.0)))
         return max(both_s, self.links_s[link])
@@ -129,14 +131,15 @@ class Phase:
 def phases_of(
     work: Mapping[str, Work], node: Node, schedule: UpdateSchedule, single: Mapping[str, Work] | None = None
 ) -> tuple[Phase, ...]:
-    """The phases of a step, in its order; the update hides where the schedule puts it, a commit in all of them.
+    """The phases of a step, in order; the schedule decides in which one the update is; a commit hides in all of them.
 
-    Of several micro-batches only one pass hides the update: the first forward, in which a layer waits for its own
-    update at its first visit; or the last backward, which completes the gradients. The other passes are a phase apart.
+    With several micro-batches only one pass hides the update: the first forward, in which a layer waits for its own
+    update at its first visit; or the last backward, which completes the gradients. The other passes are a phase of
+    their own.
 
     Args:
         work: of "forward", "backward" and "update", and of a "commit" if there is one.
-        single: likewise, of a step with one micro-batch; None: this one has no more.
+        single: likewise, of a step with one micro-batch; None if this step has only one.
     """
     parts = _parts(work, schedule, single)
     phases = tuple(_phase(name, part, node) for name, part in parts.items())
@@ -205,7 +208,7 @@ def _phase(name: str, work: Work, node: Node, synced_bytes: float = 0.0) -> Phas
 def step_work(
     job: Job, layout: Layout, node: Node, placement: Placement | None, schedule: UpdateSchedule, commits_per_step: float
 ) -> dict[str, Work]:
-    """What forward, backward, update and commit ask of a node.
+    """The work of forward, backward, update and commit on a node.
 
     Args:
         placement: of one rank; None: nothing is offloaded.
@@ -217,7 +220,7 @@ def step_work(
         "update": Work(),
         "commit": Work(),
     }
-    if placement is None and node.computes_on_cpu:  # what a GPU updates is not counted: it is little
+    if placement is None and node.computes_on_cpu:  # updates on a GPU are not counted: they are short
         parts["update"] = Work(optimizer_s=job.shape.parameters / layout.count / _adam_elements_per_s(job, node))
     loads = _loads(job, placement, layout)
     if layout.data > 1:
@@ -229,13 +232,13 @@ def step_work(
         pattern = step_pattern(job, schedule, commits_per_step, loads, kept)
         for name, work in _offload_work(placement, pattern, loads, _adam_elements_per_s(job, node)).items():
             parts[name] += Work(*(layout.gpus * value for value in astuple(work)))
-        if (norms := node.rates.norm_elements_per_s) is not None:  # of what arrives in CPU memory
+        if (norms := node.rates.norm_elements_per_s) is not None:  # of gradients that arrive in CPU memory
             parts["backward"] += Work(optimizer_s=layout.gpus * _elements_on_cpu(placement) / norms)
     return parts
 
 
 def _adam_elements_per_s(job: Job, node: Node) -> float:
-    """Of the CPU optimizer, for the dtype of the weights as far as that was measured."""
+    """Rate of the CPU optimizer, for the dtype of the weights if that was measured."""
     measured = node.rates.adam_fp32_elements_per_s if job.dtype == "fp32" else None
     return measured or node.rates.adam_elements_per_s
 
@@ -247,7 +250,7 @@ def step_pattern(
     loads: Sequence[tuple[int, int]],
     kept: Collection[int],
 ) -> StepPattern:
-    """How often the disks see what, as the engine's schedules do it."""
+    """How often weights, gradients and commits go through the disks under the engine's schedules."""
     return StepPattern(
         weight_loads=tuple(sum(both) if _comes_and_goes(both) else 0 for both in loads),
         commits_per_step=commits_per_step,
@@ -262,7 +265,8 @@ def _collectives_s(
 ) -> tuple[tuple[float, float], float]:
     """Seconds of gathering weights, in forward and backward, and of reducing gradients.
 
-    A ring of d ranks moves (d - 1) / d of the bytes through each, twice for an all-reduce (Patarasuk and Yuan, 2009).
+    A ring of d ranks moves (d - 1) / d of the bytes through each rank, twice for an all-reduce (Patarasuk and Yuan,
+    2009).
     """
     weights = [part.parameters * job.bytes.weights for part in stage_parts(job.shape, layout)]
     s_per_byte = (layout.data - 1) / layout.data / _ring_bytes_per_s(layout, node)
@@ -274,7 +278,7 @@ def _collectives_s(
 def compute_s(job: Job, layout: Layout, node: Node) -> tuple[float, float]:
     """Seconds of computing in all forwards and all backwards of a step, on every GPU.
 
-    As layers of the same machine were timed, if they were; else by flop/s, and backward takes twice as long.
+    From timed layers of the machine if there are any in this dtype; else by flop/s, and backward takes twice as long.
     """
     tokens = job.batch * job.sequence
     timed = computing_s(node.rates.layers, job.dtype, _layer_work(job, tokens / layout.data))
@@ -288,7 +292,7 @@ def compute_s(job: Job, layout: Layout, node: Node) -> tuple[float, float]:
 
 
 def _layer_work(job: Job, tokens: float) -> dict[LayerKind, LayerWork]:
-    """What so many tokens ask of the whole model; embedding, norms and the product with the vocabulary are one head."""
+    """The work of so many tokens in the whole model; embedding, norms and the vocabulary product are one head."""
     shape = job.shape
     blocks = sum(part.parameters for part in shape.parts if part.is_block)
     around = shape.vocabulary * shape.hidden
@@ -301,13 +305,13 @@ def _layer_work(job: Job, tokens: float) -> dict[LayerKind, LayerWork]:
 
 
 def _gpu_work(job: Job, layout: Layout, node: Node, passes: int, compute_s: float) -> Work:
-    """Computing of so many passes of one kind; tensor-parallel sums and the bubble wait for nobody."""
+    """The computing of so many passes of one kind, and what nothing hides: tensor-parallel sums and the bubble."""
     tokens = job.batch * job.sequence * job.accumulate
     # Narayanan et al. (2021), section 2.2: (stages - 1) / micro-batches of the ideal time.
     bubble_s = compute_s * (layout.pipeline - 1) / job.accumulate
     sums_s = 0.0
     if layout.tensor > 1:
-        # Two all-reduces per block and forward, each moves 2 (t - 1) / t of the activations (Shoeybi et al., 2019).
+        # Two all-reduces per block and pass, each moves 2 (t - 1) / t of the activations (Shoeybi et al., 2019).
         activations = tokens / layout.data * job.shape.hidden * job.bytes.weights
         blocks = -(-job.shape.layers // layout.pipeline)
         moved = passes * 2 * blocks * activations * 2 * (layout.tensor - 1) / layout.tensor
@@ -316,12 +320,12 @@ def _gpu_work(job: Job, layout: Layout, node: Node, passes: int, compute_s: floa
 
 
 def _peer_bytes_per_s(node: Node) -> float:
-    """Between GPUs of a node: without a link of their own, through CPU memory."""
+    """Rate between GPUs of a node; without a link of their own, through CPU memory."""
     return node.peer_bytes_per_s or node.rates.h2d_bytes_per_s * node.links / node.gpus
 
 
 def _ring_bytes_per_s(layout: Layout, node: Node) -> float:
-    """Of a ring over data-parallel ranks, which several rings of a node share the network with."""
+    """Rate of a ring over data-parallel ranks; the rings of a node share its network."""
     peer = _peer_bytes_per_s(node)
     if layout.nodes == 1:
         return peer
@@ -329,7 +333,7 @@ def _ring_bytes_per_s(layout: Layout, node: Node) -> float:
 
 
 def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[int, int]]:
-    """How often each group comes to the GPU in forward and in backward of a step: once if it stays."""
+    """How often each group comes to the GPU in forward and backward: once if it stays, never if it is updated there."""
     count = len(stage_parts(job.shape, layout))
     each_time = (job.accumulate, job.accumulate)
     if placement is None:
@@ -337,7 +341,7 @@ def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[
     sizes = [need.device_bytes for need in placement.groups]
     room = placement.gpu_weight_bytes
     if sum(sizes) > room:
-        room -= 2 * max(sizes)  # the group that computes, and the one that comes
+        room -= 2 * max(sizes)  # the group that computes, and the next one
     loads = []
     for group, size in enumerate(sizes):
         stays = (0, 0) if placement.is_updated_on_gpu(group) else (1, 0)
@@ -347,12 +351,12 @@ def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[
 
 
 def _comes_and_goes(loads: tuple[int, int]) -> bool:
-    """Whether a group is fetched from where it lives; one that stays gets its new weights from the update."""
+    """Whether a group is fetched from its home; one that stays gets its new weights from the update."""
     return loads[1] > 0
 
 
 def _elements_on_cpu(placement: Placement) -> int:
-    """Those that the CPU updates."""
+    """Number of elements that the CPU updates."""
     groups = enumerate(placement.groups)
     return sum(need.elements for group, need in groups if need.trainable and not placement.is_updated_on_gpu(group))
 

@@ -1,4 +1,4 @@
-"""Every way to spread a training run over the tiers: what fits, how fast it is, which is the simplest.
+"""Every way to spread a training run over the tiers: which of them fit, how fast they are, which is the simplest.
 
 Scope: strategies from nothing offloaded to all on NVMe and the engine's own split; bytes per tier, step time, wear.
 Not here: what would help (`plan/advice.py`), how a report looks (`apps/plan.py`).
@@ -22,9 +22,9 @@ from tierstore.plan.step_time import Link, Phase, Work, phases_of, step_work
 from tierstore.plan.tiers import place, place_uniformly, smallest_budgets
 
 USABLE = 0.9
-"""Share of a memory that a run may take: the rest is the system's, the allocator's and the framework's."""
-_ROUNDED = 1 + 1e-12  # so that what was made of whole bytes is as many again
-_SLOTS = 2  # of a store: the committed generation, and the one that is written
+"""Share of a memory that a run may take: the rest is for the system, the allocator and the framework."""
+_ROUNDED = 1 + 1e-12  # so that rounding down gives back the same whole bytes
+_SLOTS = 2  # of a store: the committed generation, and the one that is being written
 _DAY_S = 86400.0
 _WHERE = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "the disks of a node"}
 
@@ -62,13 +62,13 @@ _HOMES = {
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A run on machines.
+    """A training run on given machines.
 
     Attributes:
-        schedule: AUTO is what the engine takes when gradients are to be clipped, as it is in steps that need no
-            clipping: "speculative"; "forward" where steps are not committed or all updates are in memory, "step" where
-            those share their cores with the computing.
-        is_one_memory: GPU tiers and activations are parts of the memory of a node, which is the sum of what that has.
+        schedule: AUTO is the engine's choice when gradients are clipped, as modelled for steps that need no clipping:
+            "speculative"; "forward" if not every step is committed or all updates are in memory; "step" if these also
+            share their cores with the computing.
+        is_one_memory: GPU tiers and activations are parts of a node's one memory, the sum of its GPU and CPU memory.
     """
 
     job: Job
@@ -96,12 +96,12 @@ class Situation:
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """Of one GPU, for weights and gradients: what activations leave."""
+        """Bytes of one GPU for weights and gradients: those that activations leave."""
         return max(0, int(USABLE * self.node.gpu_bytes - activation_bytes(self.job, self.layout)))
 
     @property
     def cpu_budget_bytes(self) -> int:
-        """Of one rank."""
+        """Bytes of CPU memory of one rank."""
         return int(USABLE * self.node.cpu_bytes / self.layout.gpus)
 
 
@@ -110,11 +110,11 @@ class Option:
     """A strategy in a situation.
 
     Attributes:
-        bytes: by kind and tier at rest; of each GPU on the GPU tier, of a node on the others.
-        taken: by tier: of each GPU with activations, of a node with staging, of its disks with both slots.
+        bytes: by kind and tier, at rest; of each GPU on the GPU tier, of a node on the others.
+        taken: by tier: of each GPU with activations, of a node's memory with staging, of its disks with both slots.
         problems: why it does not fit, a sentence each.
-        work: of forward, backward, update and commit, in bytes of one node.
-        phases: of a step; none, and no work, where a budget is too small for any placement.
+        work: of forward, backward, update and commit, on one node.
+        phases: of a step; empty, like `work`, if a budget is too small for any placement.
         placement: of one rank; None if nothing is offloaded.
     """
 
@@ -144,7 +144,7 @@ class Option:
 
     @property
     def bottleneck(self) -> Link | None:
-        """What computing waits for longest, over all phases; None where it waits for nothing."""
+        """What computing waits for longest, over all phases; None if it waits for nothing."""
         losses_s: dict[Link, float] = {}
         for phase in self.phases:
             for link, seconds in phase.losses_s.items():
@@ -164,7 +164,7 @@ class Option:
 
     @property
     def waits_for_commits(self) -> bool:
-        """Whether it waits for disks that nothing lives on."""
+        """Whether the run waits for disks that only commits use."""
         return self.bottleneck is Link.DISKS and not self.read_bytes
 
     def wear_days(self, endurance_bytes: float) -> float | None:
@@ -181,7 +181,7 @@ def options_of(situation: Situation, strategies: Iterable[Strategy] = Strategy) 
 
 
 def as_divided(situation: Situation) -> Situation:
-    """One memory with the parts that the engine gives its tiers; others as they are."""
+    """A situation of one memory, divided as the engine divides it for its tiers; other situations as they are."""
     if not situation.is_one_memory:
         return situation
     node, count = situation.node, situation.layout.gpus
@@ -189,15 +189,15 @@ def as_divided(situation: Situation) -> Situation:
     request, activations = _whole_request(situation)
     try:
         part = divided(request).gpu_bytes
-    except BudgetError:  # then the engine's split does not fit, and says so
+    except BudgetError:  # then the engine's split does not fit, and its option says so
         part = smallest_budgets(request).gpu_bytes
-    each = min((part + activations) * _ROUNDED / USABLE, (memory_bytes - 1) / count)  # of both there is some
+    each = min((part + activations) * _ROUNDED / USABLE, (memory_bytes - 1) / count)  # each tier has some
     rest = (memory_bytes - each * count) * _ROUNDED
     return replace(situation, node=replace(node, gpu_bytes=each, cpu_bytes=rest))
 
 
 def _whole_request(situation: Situation) -> tuple[Request, float]:
-    """What the engine asks for where both tiers are one memory, of one rank, and the activations beside."""
+    """The engine's request for one rank where both tiers are one memory, and its bytes of activations."""
     node, count = situation.node, situation.layout.gpus
     activations = activation_bytes(situation.job, situation.layout)
     memory_bytes = USABLE * (node.cpu_bytes / count + node.gpu_bytes) - activations
@@ -206,12 +206,12 @@ def _whole_request(situation: Situation) -> tuple[Request, float]:
 
 
 def simplest(options: Iterable[Option]) -> Option | None:
-    """The first that fits: options come in the order of what they involve."""
+    """The first option that fits; options come in the order of what they involve."""
     return next((option for option in options if option.fits), None)
 
 
 def fastest(options: Iterable[Option]) -> Option | None:
-    """Of those that fit, the shortest step; the simplest of equals."""
+    """The option that fits with the shortest step; the simplest of equals."""
     fitting = [option for option in options if option.fits]
     return min(fitting, key=lambda option: option.step_s) if fitting else None
 
@@ -244,7 +244,7 @@ def _nothing(situation: Situation) -> Option:
 
 
 def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_bytes: int) -> Request:
-    """What the engine asks its placement for, of one rank."""
+    """The request that the engine makes for one rank."""
     everything = sum(need.device_bytes for need in groups)
     return Request(
         groups=groups,
@@ -261,7 +261,7 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
 
 
 def _keeps_weights(layout: Layout) -> bool:
-    """Whether each rank has all weights on its GPU: those that share state or gradients, and not weights."""
+    """Whether each rank has all weights on its GPU, with several data-parallel ranks that do not share out weights."""
     return layout.data > 1 and layout.zero < 3
 
 
@@ -271,7 +271,7 @@ def _placement(situation: Situation, strategy: Strategy) -> Placement:
         return place(request_of(situation, groups, situation.gpu_budget_bytes))
     homes = _HOMES[strategy]
     sizes = [need.device_bytes for need in groups]
-    # While a group computes, the next one comes, and the one before it may still be leaving; and two gradients go.
+    # While a group computes, the next one arrives, and the one before may still be leaving; and two gradients leave.
     stays = homes.stays or _keeps_weights(situation.layout)
     weights = sum(sizes) if stays else min(sum(sizes), 3 * max(sizes))
     request = request_of(situation, groups, weights + 2 * max(sizes))
@@ -292,7 +292,7 @@ def _phases(
 
 
 def _has_store(situation: Situation, placement: Placement) -> bool:
-    """The engine commits to the disks that it is given, even if nothing lives there: under every strategy."""
+    """Whether commits are written: the engine writes them to any disks that it has, even if nothing lives there."""
     return situation.node.nvme_bytes > 0 or any(row.tier is Tier.NVME for row in placement.usage())
 
 
@@ -315,7 +315,7 @@ def _taken(situation: Situation, placement: Placement, has_store: bool) -> dict[
 
 
 def usable_bytes(node: Node) -> dict[Tier, float]:
-    """What a run may take: of each GPU, of the memory and of the disks of a node."""
+    """Bytes that a run may take: of each GPU, of the memory and of the disks of a node."""
     return {Tier.GPU: USABLE * node.gpu_bytes, Tier.CPU: USABLE * node.cpu_bytes, Tier.NVME: node.nvme_bytes}
 
 
@@ -331,7 +331,7 @@ def _problems(situation: Situation, taken: Mapping[Tier, float]) -> tuple[str, .
 
 
 def _apart(one: float, other: float) -> tuple[str, str]:
-    """Two sizes, in bytes where they would read alike."""
+    """Two sizes as text, in bytes where they would otherwise read alike."""
     told = format_decimal(one), format_decimal(other)
     return told if told[0] != told[1] else (f"{one:,.0f} B", f"{other:,.0f} B")
 
@@ -343,9 +343,9 @@ def _as_one(sizes: Mapping[Tier, float], gpus: int) -> dict[Tier, float]:
 
 
 def sizes_needed(situation: Situation) -> dict[Tier, int]:
-    """How large a memory must be at least for the engine's own split, of those that are too small: by tier, GPUs each.
+    """The least sizes for the engine's own split, of memories that are too small: by tier, of each GPU and of a node.
 
-    Where both tiers are one memory, that is the CPU's.
+    If both tiers are one memory, that counts as the CPU's.
     """
     count, activations = situation.layout.gpus, activation_bytes(situation.job, situation.layout)
     usable = usable_bytes(situation.node)
@@ -361,7 +361,7 @@ def sizes_needed(situation: Situation) -> dict[Tier, int]:
 
 
 def _too_little(situation: Situation) -> tuple[str, ...]:
-    """What the smallest split takes where it does not fit."""
+    """Why even the smallest split does not fit: a sentence for each memory that is too small."""
     usable, count = usable_bytes(situation.node), situation.layout.gpus
     activations = {Tier.GPU: activation_bytes(situation.job, situation.layout)}
     if situation.is_one_memory:

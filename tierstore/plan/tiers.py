@@ -4,17 +4,18 @@ Scope: `place`, and the smallest budgets that it accepts. The record it returns 
 Not here: the memory that homes need (`plan/working_set.py`), room on the GPU tier (`plan/gpu_room.py`), when bytes
     move (`plan/prefetch.py`).
 
-[Note: homes] A byte of CPU memory goes where it saves most traffic of the NVMe disks per step: a gradient that stays
-is neither written nor read in any micro-batch (2 per byte and micro-batch; half of it when two steps' gradients are
-kept, next to nothing if the only one is used at once), a weight is not read in forward and in backward (2 for each
-micro-batch, as far as the GPU tier does not hold it), nor by the update where that reads it (1), a state byte is not
-read (1; it is still written for a commit).
+[Note: homes] CPU memory goes to the bytes that save the most NVMe traffic per step. A gradient in CPU memory is neither
+written nor read in any micro-batch (2 per byte and micro-batch; half of that when two steps' gradients are kept, next
+to nothing if there is one micro-batch and its gradient is used at once). A weight is not read in forward and in
+backward (2 per micro-batch, as far as the GPU tier does not hold it), nor by the update if that reads weights (1). A
+state byte is not read (1; it is still written for a commit).
 
-[Note: what streams] State that is not kept is written as soon as it is updated, but not before the commit of the step
-before, which writes all that is kept; until then it holds memory that others wait for. So what streams should be
-updated late. In backward that are the first groups, but for the very first: it is the last to be updated, and the next
-forward waits for it. A step of GPT-2 124M in 1536 MiB took 0.385 and 0.411 s so, and 0.446 and 0.460 s with the last
-groups streaming (medians of four runs each, in turns, twice, 2026-11-25); in 768 to 1280 MiB there was no difference.
+[Note: what streams] State that is not kept in memory is written as soon as it is updated, but not before the commit of
+the step before, which writes all kept state; until then it holds memory that other trips wait for. So the state that
+streams should be updated late. With updates in backward that is the state of the first groups, except the very first:
+it is the last to be updated, and the next forward waits for it. A step of GPT-2 124M in 1536 MiB took 0.385 and 0.411 s
+this way, and 0.446 and 0.460 s with the last groups streaming (medians of four runs each, in turns, twice, 2026-11-25);
+in 768 to 1280 MiB there was no difference.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class Budgets:
     cpu_bytes: int
 
 
-_BUSY_TRIPS = 3  # per worker: one is read, one updated, one written
+_BUSY_TRIPS = 3  # per worker: one is being read, one updated, one written
 _LITTLE = 32
-"""This part of the memory is little."""
+"""A 32nd of the memory is little."""
 _USUAL_CHUNK_BYTES = 16 * 2**20
-"""Full rate of the disk, and half the working set of the largest chunk: in 1 GiB a step of GPT-2 124M then moves
-19.0 B per parameter, not 20.7 (two rounds in turns on a disk of 1.5 GB/s, 2026-11-22: 1.71 and 1.72 s, not 1.90 and
-2.28 s)."""
+"""Reaches the full rate of the disk with half the working set of the largest chunk: in 1 GiB a step of GPT-2 124M then
+moves 19.0 B per parameter, not 20.7 (two rounds in turns on a disk of 1.5 GB/s, 2026-11-22: 1.71 and 1.72 s, not 1.90
+and 2.28 s)."""
 
 
 def smallest_budgets(request: Request, comfort: Comfort = FLOOR) -> Budgets:
-    """The smallest budgets that `place` accepts; of the CPU with the GPU's as it is, and with this comfort."""
+    """The smallest budgets that `place` accepts; the CPU's is for this GPU budget and this comfort."""
     least = chunk_sizes(request)[-1]
     return Budgets(
         gpu_bytes=gpu_room.acquired_bytes(request) + gpu_room.gradient_room_bytes(request),
@@ -82,8 +83,8 @@ def place(request: Request) -> Placement:
 
 
 def too_small(request: Request, budgets: Sequence[tuple[str, int, int]]) -> str:
-    """What to tell of budgets that are too small: by name, what there is and the smallest that fits, also as one gives
-    it, in whole MiB."""
+    """The message about budgets that are too small, each with its name, its size and the smallest that fits, which is
+    also given in whole MiB, as a user writes it."""
     short = [
         f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({-(-need // 2**20)}MiB)"
         for name, have, need in budgets
@@ -94,7 +95,7 @@ def too_small(request: Request, budgets: Sequence[tuple[str, int, int]]) -> str:
 
 
 def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: Tier) -> Placement:
-    """Every group at the same homes, with a working set of memory around them: what they take, whatever the budgets."""
+    """Every group at the same homes, with a working set of memory around them, whatever the CPU budget."""
     size = chunk_sizes(request)[0]
     homes = Homes(
         weights=(weights,) * len(request.groups),
@@ -123,7 +124,7 @@ def _placement(request: Request, chunk_elements: int, homes: Homes, pools: Pools
 
 
 def _updated_on_gpu(request: Request) -> Sequence[int]:
-    """Of what the GPU has room for, as many as leave CPU memory to a working set of the rest, beside their weights."""
+    """As many groups as the GPU can update while CPU memory holds their weights and a working set of the rest."""
     found, least = gpu_room.updatable(request), chunk_sizes(request)[-1]
 
     def is_too_many(count: int, comfort: Comfort) -> bool:
@@ -138,14 +139,14 @@ def _updated_on_gpu(request: Request) -> Sequence[int]:
         if not is_too_many(0, comfort):
             counts = range(len(found) + 1)
             return found[: bisect.bisect_left(counts, True, key=lambda count: is_too_many(count, comfort)) - 1]
-    return found  # what fits neither way was refused before
+    return found  # a request that fits neither way was refused before
 
 
 def _start(request: Request, on_gpu: Container[int]) -> tuple[int, Homes, Comfort]:
-    """Chunk size, homes to improve on, and the comfort that is not given up for them.
+    """Chunk size, homes to improve on, and the comfort that better homes may not reduce.
 
-    Everything in memory if that fits; otherwise from everything on disk, with the largest chunk of which a working set
-    takes little of the memory, so that homes get the rest.
+    Everything is in memory if that fits. Otherwise everything is on disk at first, with the largest chunk whose working
+    set takes little of the memory, so that homes get the rest.
 
     Args:
         on_gpu: groups that are updated on the GPU.
@@ -172,8 +173,9 @@ def _start(request: Request, on_gpu: Container[int]) -> tuple[int, Homes, Comfor
 
 
 def _is_modest(request: Request, chunk_elements: int, homes: Homes) -> bool:
-    """Whether a working set of such chunks takes at most a quarter of the memory; if they are larger than the disk
-    needs for its full rate, the trips that keep all workers busy at most a fifth, for a larger one saves no traffic.
+    """Whether a working set of chunks of this size takes at most a quarter of the memory; for chunks larger than the
+    disk needs for its full rate, the trips that keep all workers busy also at most a fifth: larger ones save no
+    traffic.
     """
     least = pools_of(request, chunk_elements, homes, WORKING)
     room = request.cpu_bytes - least.resident  # weights of groups that the GPU updates stay in any case
@@ -195,7 +197,7 @@ class _Filler:
         self.budget_bytes = request.cpu_bytes // ALIGNMENT * ALIGNMENT
 
     def fill(self) -> tuple[Homes, Pools]:
-        """Homes by the traffic they save, a good working set before state, and the rest for read-ahead."""
+        """Homes in the order of the traffic they save, a good working set before state, and the rest for read-ahead."""
         self._widen(replace(self.comfort, streamed_groups=groups) for groups in (2, 1))
         self._widen(self._cheap_loads())
         for kind in _by_value(self.request):
@@ -232,11 +234,11 @@ class _Filler:
             yield replace(self.comfort, trips=trips, staging=staging, loads=max(self.comfort.loads, staging))
 
     def _cheap_loads(self) -> Iterator[Comfort]:
-        """Up to two chunks of weights per worker on their way, as far as that takes little.
+        """Comforts with up to two chunks of weights per worker on their way, as far as that takes little memory.
 
-        With fewer, workers begin to read ahead for updates between two chunks of a group that somebody waits for, and
-        that takes longer (GPT-2 1.5B in 4 GiB, speculative: forward took 3.4 and 2.9 s with two chunks, 2.7 and 2.8 s
-        with eight, in turns, 2026-11-23).
+        With fewer, workers begin to read ahead for updates between two chunks of a group that computing waits for, and
+        the wait takes longer (GPT-2 1.5B in 4 GiB, speculative: forward took 3.4 and 2.9 s with two chunks, 2.7 and 2.8
+        s with eight, in turns, 2026-11-23).
         """
         before_bytes = self._pools(self.homes, self.comfort).total_bytes
         for loads in range(2 * self.request.workers, self.comfort.loads, -1):
@@ -252,8 +254,8 @@ class _Filler:
                 return
 
     def _promote(self, tiers: tuple[Tier, ...], replaced: Callable[[Homes, tuple[Tier, ...]], Homes]) -> None:
-        """Moves one kind to CPU memory: at once, since the last group also saves the staging, or as many groups of each
-        size as fit, which are few tries however many groups there are.
+        """Moves one kind to CPU memory: all groups if they fit, since the last one also saves the staging; else as many
+        groups of each size as fit, which takes few tries however many groups there are.
         """
         chosen: set[int] = set()
 
@@ -277,8 +279,8 @@ class _Filler:
         self.homes = with_others(())
 
     def _keep_state(self) -> None:
-        """Keeps leading chunks of state, of one group after the other: a static split, since a cyclic scan never hits
-        an LRU.
+        """Keeps leading chunks of state in memory, of one group after the other: a static split, because a cyclic scan
+        never hits an LRU cache.
         """
         whole = replace(self.homes, state=self._chunk_counts())
         if self._spare_bytes(whole, self.comfort) >= 0:
@@ -300,7 +302,7 @@ class _Filler:
         self.homes = replace(self.homes, state=tuple(kept))
 
     def _in_order(self) -> Iterable[int]:
-        """Groups in the order in which their state is kept, of updates in forward and in backward.
+        """Groups in the order in which their state is kept: one order for updates in forward, one for backward.
 
         See [Note: what streams].
         """
@@ -315,7 +317,7 @@ def _by_value(request: Request) -> list[Kind]:
     of_gradients = {"held": 2.0 * passes, "doubled": 1.0 * passes, "streamed": 2.0 * passes if passes > 1 else 0.0}
     saved = {
         Kind.GRADIENTS: of_gradients[request.gradients],
-        # What is fetched at all is waited for by who computes: never worth less than state.
+        # Computing waits for weights that are fetched at all, so they are never worth less than state.
         Kind.WEIGHTS: (max(1.0, 2.0 * passes * fetched) + request.read_weights_with_state) if fetched else 0.0,
         Kind.STATE: 1.0,
     }

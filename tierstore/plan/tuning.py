@@ -18,15 +18,15 @@ from tierstore.plan.step_model import StepForecast, StepPolicy, forecast
 from tierstore.plan.step_record import StepRecord
 
 DEPTHS = range(9)
-WORTH_IT = 0.05  # part of a step for which another candidate or depth is taken: less may be an error of the model
-_HIDDEN = 0.05  # part of a step that may be waiting where nothing is to be gained
-_TOLD = 0.01  # part of a step from which it is said how much computing is slowed
-_BUSY = 0.8  # part of a step in which disks work that bound it
-_GAIN = 0.8  # and what is left of it with disks twice as fast
+WORTH_IT = 0.05  # share of a step that another candidate or depth must gain: less may be an error of the model
+_HIDDEN = 0.05  # waiting for up to this share of a step counts as hidden
+_TOLD = 0.01  # share of a step from which it is said how much computing is slowed
+_BUSY = 0.8  # share of a step in which the disks work, if they bound it
+_GAIN = 0.8  # and the share of the step that is left, at most, with disks twice as fast
 _BATCHES = (1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-USUAL_DEPTH = 2  # at which candidates are compared; depth changes far less than they do
+USUAL_DEPTH = 2  # depth at which candidates are compared; depths differ far less than candidates
 _MOST_CONTENTION = 16.0
-_MOST_DRAG = 4.0  # more is another disk than the measured one
+_MOST_DRAG = 4.0  # more would be another disk than the measured one
 _TURNS = 2
 _HALVINGS = 10
 
@@ -51,8 +51,8 @@ class Candidate:
 class Choice:
     """A candidate, its forecasts by depth, and the depth to take: the smallest that is about as good as the best.
 
-    Not 0, unless that is better than all others: on paper it costs nothing that a load crosses to the loop and back
-    while compute waits.
+    Depth 0 is taken only if no other is about as good: the model does not count that a load crosses to the loop and
+    back while compute waits.
     """
 
     candidate: Candidate
@@ -66,11 +66,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The choice, the others from the fastest on, all at one depth, and why.
+    """The choice, the other candidates from the fastest on (all at one depth), and the reason.
 
     Attributes:
         two_disks: the same step with disks twice as fast.
-        batch_factor: how many times the computing would hide the transfers; None: none of those tried.
+        batch_factor: how many times the computing would hide the transfers; None if none of those tried would.
     """
 
     choice: Choice
@@ -84,22 +84,23 @@ class Tuning:
 def calibrated(
     record: StepRecord, placement: Placement, machine: Machine, policy: StepPolicy, computing_s: float, step_s: float
 ) -> StepRecord:
-    """The record with the contention and the drag at which the forecast is as steps that run beside their update were.
+    """The record with the contention and the drag at which the forecast matches steps that ran beside their update.
 
-    Where those computed faster than the record says, which is of another minute, it is of theirs.
+    If those steps computed faster than the record, which was taken at another moment, its computing is scaled to
+    theirs.
 
-    What is measured in pairs is matrix products beside Adam, copies and the disk; a model's own kernels, with the norms
-    and the Python between them, are slowed more or less than that. One number stands for the difference. What all of
-    that together takes from the threads of the disks is another one.
+    Slow-downs are measured in pairs, for matrix products beside Adam, copies and the disk; a model's own kernels, with
+    the norms and the Python between them, are slowed more or less than that. Contention is the number for this
+    difference; drag is the number for what all of that together takes from the I/O threads.
 
     Args:
-        placement, policy: with which those steps ran.
+        placement, policy: those with which the steps ran.
         computing_s: both passes of such a step, without waiting for weights.
         step_s: from the start of such a step to that of the next.
 
     Returns:
-        Without what those steps do not tell: contention, if next to nothing ran beside them; drag, if no disk bounded
-            them, or they wrote no commit where commits are rare.
+        The record. It keeps its contention if next to nothing ran beside those steps, and its drag if no disk bounded
+        them, or if they wrote no commit where commits are rare.
     """
 
     def seen_at(one: StepRecord) -> StepForecast:
@@ -113,7 +114,7 @@ def calibrated(
 
     if computing_s < (alone_s := contended(0.0)):  # beside an update nothing takes less than alone
         record = record.scaled(computing_s / alone_s)
-    for _ in range(_TURNS):  # each of the two changes what the other is found at
+    for _ in range(_TURNS):  # each of the two changes the value found for the other
         if dragged(1 / _MOST_DRAG) < step_s < dragged(_MOST_DRAG):
             record = replace(record, drag=_where(dragged, step_s, 1 / _MOST_DRAG, _MOST_DRAG))
         if contended(_MOST_CONTENTION) >= (1 + WORTH_IT) * contended(0.0):
@@ -122,7 +123,7 @@ def calibrated(
 
 
 def _where(grows: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where a growing function is as wanted, as far as it gets there between the two; looked for near 1 first."""
+    """The argument from `low` to `high` at which a growing function is closest to `wanted`; looked for near 1 first."""
     middle = 1.0
     while middle < high and grows(middle) < wanted:
         low, middle = middle, 2 * middle
@@ -145,7 +146,7 @@ def tune(
     """The fastest candidate on paper; the first one, unless another is faster by more than 5 %.
 
     Args:
-        taken: a candidate and its depth that were chosen before; what is told of them and the others is of now.
+        taken: a candidate and its depth that were chosen before; only the forecasts of it and of the others are new.
 
     Raises:
         ConfigError: no candidate.
@@ -202,7 +203,7 @@ def _reason(
     )
     gain = f"a second SSD would make it {two_disks.seconds:.2f} s"
     if regime is Regime.COMPUTE_BOUND:
-        is_help = two_disks.seconds < (1 - _HIDDEN) * step.seconds  # what the disks do no longer slows the computing
+        is_help = two_disks.seconds < (1 - _HIDDEN) * step.seconds  # faster disks slow the computing for less time
         end = f"deeper prefetch gains nothing; {gain}" if is_help else "faster disks or deeper prefetch gain nothing"
         return f"compute-bound: {times}, and what they do is hidden; {end}"
     if regime is Regime.BANDWIDTH_BOUND:

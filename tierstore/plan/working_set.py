@@ -1,7 +1,7 @@
-"""The memory that homes need: chunk sizes, and pools around what lives in CPU memory.
+"""The memory that homes need: chunk sizes, and pools around the bytes that live in CPU memory.
 
-Scope: what is resident, and what passes through transient pools on its way.
-Not here: which homes there are to be (`plan/tiers.py`), the GPU tier (`plan/gpu_room.py`).
+Scope: resident bytes, and bytes that pass through transient pools on their way.
+Not here: which homes are chosen (`plan/tiers.py`), the GPU tier (`plan/gpu_room.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Homes:
 
 @dataclass(frozen=True, slots=True)
 class Comfort:
-    """How many leases the transient pools hold: trips, gradients and weights on their way; and gradients of how many
-    whole groups if they are streamed.
+    """How many leases the transient pools hold: trips, gradients and weights on their way; and for the gradients of how
+    many whole groups there is room if they are streamed.
     """
 
     trips: int
@@ -38,12 +38,12 @@ class Comfort:
 
 
 FLOOR = Comfort(trips=1, staging=1, loads=1)
-WORKING = Comfort(trips=4, staging=2, loads=2)  # less than that and reading, updating and writing take turns
+WORKING = Comfort(trips=4, staging=2, loads=2)  # with less, reading, updating and writing take turns
 
 
 @dataclass(slots=True)
 class _Transient:
-    """What passes through a transient pool: its largest lease, and all of them together."""
+    """Leases of a transient pool: the largest one, and the sum of all."""
 
     largest_bytes: int = 0
     total_bytes: int = 0
@@ -58,7 +58,7 @@ class _Transient:
 
 
 class _Share(NamedTuple):
-    """What a group adds to the pools: bytes that stay; of what passes through, the largest lease and all of them."""
+    """What a group adds to the pools: bytes that stay; for each transient pool, its largest lease and their sum."""
 
     resident: int
     gradients: int
@@ -91,7 +91,7 @@ def pools_of(request: Request, chunk_elements: int, homes: Homes, comfort: Comfo
         spill=spill.pool_bytes(comfort.staging),
         update=update.pool_bytes(comfort.trips),
         weights=weights.pool_bytes(comfort.loads),
-        device=device.pool_bytes(comfort.staging if request.nvme else 1),  # one after the other, without commits
+        device=device.pool_bytes(comfort.staging if request.nvme else 1),  # without commits, one after the other
     )
 
 
@@ -121,7 +121,7 @@ def _share(
 
 
 def _trips(grid: Grid, resident_chunks: int, beside_state: int) -> tuple[int, int]:
-    """Largest and total trip of a group's updates, with `beside_state` copies of weight size beside the state."""
+    """The largest trip of a group's updates and the sum of all, with `beside_state` copies of weight size in each."""
     need = grid.need
     moved_state = grid.largest(need.state_bytes, skip=resident_chunks)
     with_state = moved_state + beside_state * grid.largest(need.weight_bytes, skip=resident_chunks)
@@ -131,7 +131,7 @@ def _trips(grid: Grid, resident_chunks: int, beside_state: int) -> tuple[int, in
 
 
 def corners(request: Request, chunk_elements: int, on_gpu: Container[int]) -> Iterator[Homes]:
-    """Uniform homes of what is not updated on the GPU, from everything in CPU memory to everything on disk."""
+    """Uniform homes of the groups that the GPU does not update, from all in CPU memory to all on disk."""
     groups = request.groups
     is_on_cpu = [need.trainable and index not in on_gpu for index, need in enumerate(groups)]
     whole = tuple(Grid(need, chunk_elements).count if here else 0 for need, here in zip(groups, is_on_cpu))
@@ -151,7 +151,7 @@ def chunk_sizes(request: Request) -> Sequence[int]:
         return (request.chunk_elements,)
     largest = chunk_elements_of(request, request.chunk_limit_bytes)
     longest = max((need.elements for need in request.groups), default=0)
-    if not request.nvme:  # where reading ahead does not even it out, most elements are in chunks of one size
+    if not request.nvme:  # without read-ahead to even it out, most elements get chunks of one size
         sizes = [need.elements for need in request.groups]
         usual = max(sizes, key=lambda size: size * sizes.count(size), default=0)
         largest = _whole_blocks(-(-usual // -(-usual // largest))) if usual > largest else largest
@@ -163,6 +163,6 @@ def _whole_blocks(elements: int) -> int:
 
 
 def chunk_elements_of(request: Request, nbytes: int) -> int:
-    """Whole blocks of elements of which no kind is larger than this; at least one."""
+    """The most whole blocks of elements of which no kind takes more than `nbytes`; at least one block."""
     element_bytes = max((max(need.weight_bytes, need.state_bytes) for need in request.groups), default=1)
     return max(1, nbytes // element_bytes // BLOCK) * BLOCK
