@@ -1,8 +1,8 @@
 """tierstore: train models whose state does not fit in memory.
 
-Scope: the public names, each imported from its module when it is first used, so that `import tierstore` stays quick:
-torch alone takes seconds to import.
-Not here: any code of their own.
+Scope: the public names. Each is imported from its module at first use, so that `import tierstore` stays quick: torch
+alone takes seconds to import.
+Not here: the implementations.
 """
 
 from __future__ import annotations

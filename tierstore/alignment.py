@@ -1,6 +1,6 @@
-"""What O_DIRECT asks of addresses, offsets and lengths.
+"""The alignment that O_DIRECT requires of addresses, offsets and lengths.
 
-Scope: one number and rounding up to it. Owner: none; it imports nothing.
+Scope: one number, and rounding up to its multiples. Owner: none; it imports nothing.
 """
 
 from __future__ import annotations

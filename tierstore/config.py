@@ -56,7 +56,7 @@ def parse_size(value: int | str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """A size as a person reads it, with three significant digits: `1.46 GiB`."""
+    """A size for people to read, with three significant digits: `1.46 GiB`."""
     value, unit = float(size_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
@@ -75,7 +75,7 @@ def format_decimal(size_bytes: float) -> str:
 
 
 def enough(size_bytes: float) -> int:
-    """A size of three significant digits that is not smaller: what to advise somebody to give."""
+    """The size rounded up to three significant digits, for advice to the user."""
     unit = int(10 ** max(0, len(str(math.ceil(size_bytes))) - 3))
     return math.ceil(size_bytes / unit) * unit
 
@@ -89,7 +89,7 @@ class Tier(enum.Enum):
 
 
 class Codec(enum.Enum):
-    """How a chunk is stored; AUTO is a wish, which becomes one of the others for each kind of chunks."""
+    """How a chunk is stored. AUTO is resolved to one of the others for each kind of chunk."""
 
     NONE = "none"
     LZ4 = "lz4"
@@ -110,12 +110,13 @@ class UpdateSchedule(enum.Enum):
 
 
 class MicroBatchSchedule(enum.StrEnum):
-    """In which order the micro-batches of a step go through the model.
+    """The order in which the micro-batches of a step go through the model.
 
     Attributes:
-        HORIZONTAL: each through all groups, forward and backward, before the next: activations of one are held.
-        VERTICAL: all of them through one group before any goes on: weights are fetched once per pass for all, and the
-            activations of all are held.
+        HORIZONTAL: each micro-batch goes through all groups, forward and backward, before the next one starts. The
+            activations of one micro-batch are held.
+        VERTICAL: all micro-batches go through one group before any goes on to the next group. Weights are fetched once
+            per pass for all micro-batches, and the activations of all are held.
     """
 
     HORIZONTAL = "horizontal"
@@ -142,10 +143,10 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def choice(kind: type[E], name: str, value: object) -> E:
-    """The member of a closed set that an option names.
+    """The enum member that an option names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such member.
     """
     try:
         return kind(value)
@@ -155,11 +156,11 @@ def choice(kind: type[E], name: str, value: object) -> E:
 
 @runtime_checkable
 class MeasuredRates(Protocol):
-    """What the engine asks of measured rates; `plan.bandwidth.BandwidthTable` is such a table."""
+    """Measured rates as the engine takes them; `plan.bandwidth.BandwidthTable` implements this."""
 
     @property
     def read_bytes_per_s(self) -> float:
-        """NVMe, reads alone."""
+        """Rate of NVMe reads while nothing is written."""
 
 
 def _rates(value: Any) -> Any:
@@ -171,10 +172,10 @@ def _rates(value: Any) -> Any:
 
 
 def at_home(path: Path) -> Path:
-    """The path as a shell would take it: a leading `~/` is the home directory. Behind a `=` a shell leaves it alone.
+    """The path with a leading `~/` expanded to the home directory. (A shell does not expand it behind a `=`.)
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no home directory.
     """
     if path.parts[:1] != ("~",):
         return path
@@ -196,7 +197,7 @@ def _absolute(path: Path) -> Path:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Directory = Annotated[Path, BeforeValidator(_directory), AfterValidator(_absolute)]
-"""The same one also when the process goes to another directory later."""
+"""Absolute, so that it stays the same when the process changes its working directory later."""
 Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
 _USUAL_BYTES = 2**30
 
@@ -218,12 +219,12 @@ class _Model(BaseModel):
 
 
 def _sentence(owner: str, item: Any, options: list[str]) -> str:
-    """One problem that pydantic found, in the words of a person who wrote the option."""
+    """A problem that pydantic found, in terms that the user who set the option understands."""
     field = ".".join(str(part) for part in item["loc"])
     kind, given = item["type"], item["input"]
     if kind == "extra_forbidden":
         return f"{owner}.{field}: there is no such option; {advice_on(field, options, 'the options are')}"
-    if kind == "value_error":  # a message of ours, which already shows the value
+    if kind == "value_error":  # our own message, which already shows the value
         text = str(item["ctx"]["error"])
         return f"{owner}.{field}: {text}" if field else f"{owner}: {text}"
     if kind == "tuple_type":
@@ -241,21 +242,22 @@ class TierConfig(_Model):
 
     Attributes:
         device: "cpu", "cuda" or "cuda:N". Without CUDA the GPU tier is a part of host memory.
-        gpu_memory: bytes for parameters, gradients and optimizer state on the compute device (not activations). None is
-            1 GiB; but of an engine on a CPU, without `state_on_gpu`, a part of `cpu_memory` (see `plan/one_memory.py`).
-        cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 4 MiB beside it.)
-        nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
-        codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
+        gpu_memory: bytes for parameters, gradients and optimizer state on the compute device (not activations). None:
+            1 GiB, except that an engine on a CPU without `state_on_gpu` takes a part of `cpu_memory` (see
+            `plan/one_memory.py`).
+        cpu_memory: bytes of the pinned arena. (With CUDA each update thread may pin 4 MiB beside it.)
+        nvme: directories of the store, which is striped over them. Empty: no store, everything in memory.
+        codec: how chunks are stored. "auto" measures, when the store is made, which codec pays for each kind of chunk.
         chunk_bytes: upper bound of a chunk; None lets the planner choose (up to 32 MiB, without `nvme` 128 MiB).
         io_threads: threads per directory that read and write.
-        update_threads: threads that run the optimizer; None is one per core up to 8, then all but two, at most 16.
-        prefetch_depth: groups moved ahead; None is computed from measured bandwidths.
+        update_threads: threads that run the optimizer. None: as `cores.update_threads` says, at most 16.
+        prefetch_depth: how many groups are prefetched; None: computed from measured bandwidths.
         bandwidth: measured rates: a `plan.bandwidth.BandwidthTable`, or its file as `tierstore probe --json` writes it.
-            None reads some chunks at start-up, and goes by the transfers of the run.
-        accumulation_steps: backward passes per step, as far as it is known: a gradient on disk is read and written in
-            each of them, so with several of them gradients get CPU memory first. A vertical step has one.
-        state_on_gpu: whether optimizer state, with its gradients, may live in `gpu_memory` beside all weights, and be
-            updated there; None: on a GPU, where Triton works. Not with other ranks, nor under update="delayed".
+            None: the engine reads some chunks at start-up to measure, and then goes by the transfers of the run.
+        accumulation_steps: expected backward passes per step. A gradient on disk is read and written in each pass, so
+            with several passes gradients get CPU memory first. A vertical step has one pass.
+        state_on_gpu: whether optimizer state and its gradients may live in `gpu_memory` beside all weights, and be
+            updated there. None: yes on a GPU where Triton works. Not with several ranks, nor under update="delayed".
         timeout_s: deadline of every wait.
     """
 
@@ -273,7 +275,7 @@ class TierConfig(_Model):
     state_on_gpu: bool | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
-    if TYPE_CHECKING:  # what is taken is more than what is kept
+    if TYPE_CHECKING:  # the constructor accepts more types than the fields hold
 
         def __init__(
             self,
@@ -306,22 +308,22 @@ class TierConfig(_Model):
 
     @property
     def is_one_memory(self) -> bool:
-        """Whether `cpu_memory` is for both tiers: of an engine."""
+        """Whether an engine takes both tiers from `cpu_memory`."""
         return self.gpu_memory is None and self.device == "cpu" and not self.state_on_gpu
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """Of the GPU tier, where it is not a part of `cpu_memory`."""
+        """The budget of the GPU tier where it is not a part of `cpu_memory`."""
         return _USUAL_BYTES if self.gpu_memory is None else self.gpu_memory
 
     @property
     def memory_bytes(self) -> int:
-        """Of both tiers."""
+        """The budgets of both tiers together."""
         return self.cpu_memory + (0 if self.is_one_memory else self.gpu_budget_bytes)
 
     @property
     def may_update_on_gpu(self) -> bool:
-        """What `state_on_gpu` means for this device."""
+        """Whether `state_on_gpu` allows updates on this device."""
         return self.device != "cpu" if self.state_on_gpu is None else self.state_on_gpu
 
 
@@ -332,7 +334,7 @@ class AdamWConfig(_Model):
         lr: learning rate; a scheduler sets it in the groups of `engine.optimizer`.
         betas: decay of the first and the second moment.
         eps: added to the root of the second moment.
-        weight_decay: coefficient.
+        weight_decay: coefficient of the weight decay.
         decoupled: True is AdamW (Loshchilov and Hutter, 2019), False is Adam with L2 regularization.
     """
 

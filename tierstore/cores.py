@@ -1,6 +1,6 @@
-"""How many cores there are for this process, and how many of them update.
+"""How many cores this process may use, and how many threads update.
 
-Scope: two numbers. Owner: none; it imports nothing of the package.
+Scope: two numbers. Owner: none; it imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ _FEW_CORES, _MOST_UPDATE_THREADS = 8, 16
 
 
 def available_cores() -> int:
-    """Cores that this process may run on: a container, `taskset` or `srun` may leave it few of the machine's."""
+    """Cores that this process may run on; a container, `taskset` or `srun` may leave it only some of the machine's."""
     return len(os.sched_getaffinity(0))
 
 
 def update_threads(wish: int | None = None) -> int:
-    """Threads of the CPU optimizer: as many as one wishes, or one per core up to 8, then all cores but two, at most 16.
+    """Threads of the CPU optimizer: `wish`, or else one per core up to 8; with more cores all but two, from 8 to 16.
 
-    A step of GPT-2 1.5B with its state in CPU memory took 0.61 to 0.63 s with 14, and 0.67 to 0.68 with 8 (one H200,
-    16 cores, 2026-11-29).
+    A step of GPT-2 1.5B with its state in CPU memory took 0.61 to 0.63 s with 14 threads, and 0.67 to 0.68 s with 8
+    (one H200, 16 cores, 2026-11-29).
     """
     cores = available_cores()
     return wish or min(cores, max(_FEW_CORES, cores - 2), _MOST_UPDATE_THREADS)

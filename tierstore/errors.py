@@ -1,7 +1,7 @@
-"""The error tree: every exception that tierstore raises on purpose; and what it warns of under a name of its own.
+"""The error tree: every exception that tierstore raises on purpose, and its own warning categories.
 
-Scope: classes, what is told of an error that others raise, and of a name that there is not. Messages say what, where,
-    numbers with units, and what to do.
+Scope: the classes; wording for errors of other libraries and for unknown names. Messages say what happened, where, with
+    numbers and units, and what to do.
 Not here: what an `OSError` becomes (see `io/block_file.py`).
 """
 
@@ -20,7 +20,7 @@ class ConfigError(TierstoreError, ValueError):
 
 
 class FormatError(TierstoreError):
-    """A file does not hold what its format says."""
+    """A file does not follow its format."""
 
 
 class ChecksumMismatch(FormatError):
@@ -40,15 +40,15 @@ class StorageFull(StorageError):
 
 
 class DoneButFor(StorageError):
-    """All that was to be written is there, whole; what failed came after that."""
+    """Everything was written and is complete; a later operation failed."""
 
 
 class ShortTransfer(StorageError):
-    """A read or write moved fewer bytes than asked and cannot go on."""
+    """A read or write moved fewer bytes than requested and cannot go on."""
 
 
 class BudgetError(TierstoreError):
-    """A memory budget is too small, and the message names the smallest that fits; or the machine has no room for it."""
+    """A memory budget is too small (the message names the smallest that fits), or the machine has no room for it."""
 
 
 class StoreLocked(TierstoreError):
@@ -60,39 +60,39 @@ class ClosedError(TierstoreError):
 
 
 class Timeout(TierstoreError, TimeoutError):
-    """A wait passed its deadline; the message says what was in flight."""
+    """A wait exceeded its deadline; the message says what was in flight."""
 
 
 class RankLost(TierstoreError):
-    """Another rank died or stopped answering; the message says which, and what was waited for."""
+    """Another rank died or stopped answering; the message says which one, and what this rank was waiting for."""
 
 
 class GraphError(TierstoreError):
-    """The model did in this step what the chosen update schedule cannot follow exactly."""
+    """The model did something in this step that the chosen update schedule cannot follow exactly."""
 
 
 class UnusedOptionWarning(UserWarning):
-    """An option is not what the store of a resumed run was made with, and the run goes on with that of the store."""
+    """An option differs from the one with which the store of a resumed run was made; the run uses the store's."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint has tensors that the model has no place for; is it that of this model?"""
+    """A checkpoint has tensors that the model has no place for; perhaps it belongs to another model."""
 
 
 class MachineWarning(UserWarning):
-    """The machine is not what the run needs: memory that budgets allow is not free, or a store is in memory."""
+    """The machine does not fit the run: the memory that the budgets allow is not free, or a store is in memory."""
 
 
 class Abandoned(KeyboardInterrupt):
-    """Ctrl-C, and a thread that changes nothing computes on: end the process without the end of the interpreter."""
+    """Ctrl-C while a thread that changes nothing still computes: end the process without finalizing the interpreter."""
 
 
 def first_line(error: BaseException) -> str:
-    """What the error of another library says, as a part of a sentence: its first line, at most 200 characters."""
+    """The first line of another library's error, at most 200 characters, for use within a sentence."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 def advice_on(name: str, known: Collection[str], are: str = "known are") -> str:
-    """What to write for a name that there is not: the one that is like it, else all that there are."""
+    """Advice for an unknown name: the known name that resembles it, or else all known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"{are} {', '.join(known)}"

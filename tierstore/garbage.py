@@ -1,7 +1,7 @@
-"""What Python's collector of cycles need not look at.
+"""Pauses of Python's garbage collector, and objects that it never examines.
 
-Not here: what it passes over while an engine trains (`apps/heap.py`).
-Owner: the process; a rest within a rest ends with the outer one.
+Not here: what the collector skips while an engine trains (`apps/heap.py`).
+Owner: the process; a nested pause ends with the outer one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For a while in which much is made, or looked at, that is no garbage."""
+    """Pause the collector while many objects are made, or examined, that are not garbage."""
     was_enabled = gc.isenabled()
     try:
         gc.disable()
@@ -25,9 +25,9 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Around imports of large libraries: what they make, and all that is there then, is never looked at, and stays.
+    """Around imports of large libraries: the collector never examines, or frees, any object that exists at the end.
 
-    Else the collector goes through all of it, again and again, in 1.6 to 1.8 of the 10 s that `tierstore train` takes
+    Otherwise the collector examines all of them again and again, in 1.6 to 1.8 of the 10 s that `tierstore train` takes
     for a step of a small model (2 cores, 2026-11-25).
     """
     with no_garbage_collection():

@@ -1,6 +1,6 @@
-"""Pictures: a figure without a window, and its file.
+"""Plots: a figure without a window, and its file.
 
-Scope: the one place that imports matplotlib, and says how to get it.
+Scope: the one place that imports matplotlib and says how to install it.
 Not here: what is drawn (`apps/`, `train/data_parallel/overlap_views.py`).
 Owner: the caller owns its figure; there is no current figure, and no state.
 """
@@ -33,10 +33,10 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def check_name(path: str | os.PathLike[str]) -> str:
-    """The ending of the name of a picture.
+    """The file extension of a plot, in lower case.
 
     Raises:
-        ConfigError: it is neither `.png` nor `.svg`.
+        ConfigError: the extension is neither `.png` nor `.svg`.
     """
     ending = os.path.splitext(os.fspath(path))[1].lower()
     if ending not in (".png", ".svg"):
@@ -45,11 +45,11 @@ def check_name(path: str | os.PathLike[str]) -> str:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes a PNG or an SVG file, as its name ends: all of it, or what was there before stays.
+    """Writes a PNG or an SVG file, according to its extension. On a failure an existing file stays as it was.
 
     Raises:
-        ConfigError: it ends otherwise.
-        StorageError: it cannot be written.
+        ConfigError: the extension is another one.
+        StorageError: the file cannot be written.
     """
     ending = check_name(path)
     try:

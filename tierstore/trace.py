@@ -1,8 +1,8 @@
-"""What ran when: spans and counters, and their Chrome trace.
+"""Records of what ran when: spans and counters, and their Chrome trace.
 
 Scope: recording from any thread, and a JSON file for https://ui.perfetto.dev or chrome://tracing.
 Not here: deciding what is worth a span (callers); totals of bytes and seconds (`io/`, `train/`).
-Owner: whoever builds the tracer; recording threads share it.
+Owner: the code that makes the tracer; recording threads share it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROCESS = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took from `start` to `end`, in seconds of the tracer's clock, on one link, tier or thread."""
+    """Work on one link, tier or thread that ran from `start` to `end`, in seconds of the tracer's clock."""
 
     track: str
     name: str
@@ -47,11 +47,11 @@ class Tracer:
     """Spans and counters of one run.
 
     Args:
-        clock: seconds, never going back: `time.perf_counter`, or a test's own.
+        clock: monotonic seconds: `time.perf_counter`, or a test's own clock.
         enabled: False makes every call return at once.
         max_events: later events are counted in `dropped` and not kept, so that a long run cannot fill the memory.
 
-    Threads: `span`, `counter` and `measure` may be called from any; `list.append` is atomic, so there is no lock.
+    Threads: any may call `span`, `counter` and `measure`; `list.append` is atomic, so there is no lock.
     """
 
     def __init__(self, clock: Callable[[], float], *, enabled: bool = True, max_events: int = 1_000_000) -> None:
@@ -59,12 +59,12 @@ class Tracer:
         self.enabled = enabled
         self.dropped = 0
         self.annotate: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
-        """Shows what is measured in a profiler too (NVTX), also when tracing is not enabled."""
+        """Shows measured blocks in a profiler too (NVTX), even if tracing is not enabled."""
         self._max_events = max_events
         self._events: list[Span | Sample] = []
 
     def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
-        """Record what ran on `track`; `start` and `end` are readings of `clock`."""
+        """Record that `name` ran on `track`; `start` and `end` are readings of `clock`."""
         if self.enabled:
             self._keep(Span(track, name, start, end, args))
 
@@ -74,7 +74,7 @@ class Tracer:
             self._keep(Sample(track, name, self.clock(), value))
 
     def measure(self, track: str, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-        """A span around a `with` block, recorded also when the block raises."""
+        """A span around a `with` block; it is recorded even if the block raises."""
         if self.enabled or self.annotate is not None:
             return self._measured(track, name, args)
         return contextlib.nullcontext()
@@ -92,8 +92,8 @@ class Tracer:
     def chrome_events(self) -> Iterator[dict[str, Any]]:
         """The events of the Chrome trace format, in time order; times are microseconds after the first event.
 
-        Spans of one track that overlap without nesting (two reads in flight on one disk) stand in further rows of the
-        same track, `nvme read #2`, because the format draws a row as a stack.
+        Spans of one track that overlap without nesting (two reads in flight on one disk) go into further rows, named
+        `nvme read #2` and so on, because the format draws a row as a stack.
         """
         spans, samples = self.spans, self.samples
         spans.sort(key=lambda span: (span.start, -span.end))
@@ -119,7 +119,9 @@ class Tracer:
             }  # fmt: skip
 
     def to_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace as JSON, event by event: no second copy of it in memory. Whole, or what was there stays.
+        """Write the trace as JSON, event by event, without a second copy of it in memory.
+
+        On a failure an existing file stays as it was.
 
         Raises:
             StorageError: the file cannot be written.
@@ -151,7 +153,7 @@ class Tracer:
 
 
 def _lane(lanes: list[list[float]], span: Span) -> int:
-    """The first row where `span` follows or nests in what is open; each row is the stack of ends still open."""
+    """The first row where `span` begins after, or nests in, the open spans; a row is the stack of their ends."""
     for index, ends in enumerate(lanes):
         while ends and ends[-1] <= span.start:
             ends.pop()

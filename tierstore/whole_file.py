@@ -1,6 +1,6 @@
-"""A file for somebody to read that is written whole, or stays as it was.
+"""A file for the user that is either written completely or stays as it was.
 
-Scope: one open file. Not here: what must survive a power cut (`io/files.py`), and is synced.
+Scope: one open file. Not here: files that must survive a power cut, and are synced (`io/files.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """What is written in here is the file, if nothing ends it before.
+    """The bytes written in this block become the file if the block ends without an error.
 
     Raises:
         OSError: as `open` and `write` do.
     """
     path = Path(path)
-    is_pipe = path.exists() and not path.is_file()  # or a device; that of this process's output leads to no name
-    target = path if is_pipe else Path(os.path.realpath(path))  # a link stays one
+    is_pipe = path.exists() and not path.is_file()  # or a device; the realpath of /dev/stdout may be no file's name
+    target = path if is_pipe else Path(os.path.realpath(path))  # a symbolic link stays one
     if is_pipe or not os.access(target.parent, os.W_OK):
-        with open(target, "wb") as file:  # a pipe, or a directory that takes no new file
+        with open(target, "wb") as file:  # a pipe, or a file in a directory where no new file can be made
             yield file
         return
     new = target.with_name(f".{target.name[:32]}.{os.getpid()}.new")

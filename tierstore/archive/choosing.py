@@ -30,7 +30,7 @@ _SAMPLES = 3
 def measure(
     source: Source, chunk_bytes: int, codecs: Sequence[Codec] = COMPRESSING, *, backend: Backend | None = None
 ) -> dict[str, list[CodecRates]]:
-    """What codecs make of each dtype of a checkpoint. Reads a few chunks of each."""
+    """Ratios and rates of codecs for each dtype of a checkpoint. Reads a few chunks of each dtype."""
     by_dtype: dict[str, list[SourceTensor]] = defaultdict(list)
     for tensor in source.tensors.values():
         by_dtype[tensor.spec.dtype].append(tensor)

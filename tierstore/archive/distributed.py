@@ -1,11 +1,11 @@
-"""Checkpoints of torch.distributed.checkpoint: which stretch of which file each part of a tensor is.
+"""Checkpoints of torch.distributed.checkpoint: which bytes of which file each part of a tensor is.
 
-Scope: the metadata of a checkpoint, unpickled with nothing allowed but its own records; parts joined to tensors.
+Scope: the metadata of a checkpoint, unpickled so that only its own records are allowed; parts joined to tensors.
 Not here: the files of torch.save of which it is made (`torch_files.py`).
 Owner: none; nothing stays open.
 
-[Note: stand-ins] A pickle can set attributes of all that it names: those of a class of torch or of pathlib would stay
-so for the rest of the process. It gets classes that are made for it alone, and hold what it puts into them.
+[Note: stand-ins] A pickle can set attributes of everything that it names: a changed class of torch or of pathlib would
+stay so for the rest of the process. So each pickle gets classes of its own, which only hold what it puts into them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
 }  # fmt: skip
-_PATHS = ("PosixPath", "WindowsPath")  # where it was written; that is not looked at
+_PATHS = ("PosixPath", "WindowsPath")  # where the checkpoint was written; not used
 
 
 def distributed_source(path: Path) -> Source:
@@ -92,7 +92,7 @@ def _numbers(values: Any, what: str) -> tuple[int, ...]:
 class _Record:
     """See [Note: stand-ins]."""
 
-    dtype: Any = None  # what is not in a state has its default
+    dtype: Any = None  # defaults of attributes that a state does not set
     offset: Any = None
 
     def __init__(self, *_: Any) -> None:
@@ -187,7 +187,7 @@ def _too_many(what: str) -> FormatError:
 
 
 class _Parts:
-    """The data of parts: each is a file of torch.save within a file, and is looked at once."""
+    """The data of parts: each is a file of torch.save within a file, and is examined only once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -213,7 +213,7 @@ class _Parts:
         return tuple(tensor.shape), Content(pieces(tensor, file, name, offset))
 
     def count(self, found: Sequence[Piece]) -> None:
-        """Refuse a checkpoint whose parts are used more often than it has bytes for."""
+        """Refuse a checkpoint whose parts are used more often than its size explains."""
         self._pieces += len(found)
         check_piece_count(self._pieces, sum(nbytes for *_, nbytes in self._found), str(self._path))
 
@@ -221,13 +221,13 @@ class _Parts:
 def _runs(
     size: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], item_bytes: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Stretches of a part that are contiguous in the whole tensor: begin there, begin in the part, length; in bytes."""
+    """Runs of a part that are contiguous in the whole tensor: begin in that, begin in the part, length; in bytes."""
     inner = len(size)
     run = item_bytes
     while inner and sizes[inner - 1] == size[inner - 1]:
         inner -= 1
         run *= sizes[inner]
-    if inner:  # of the first dimension that is cut, a row of the part is still in one piece
+    if inner:  # rows along the innermost dimension that is cut are still contiguous
         inner -= 1
         run *= sizes[inner]
     strides = [item_bytes] * len(size)
@@ -242,7 +242,7 @@ def _runs(
 
 
 class _Window(io.RawIOBase):
-    """A stretch of a file as a file."""
+    """A range of a file, as a file."""
 
     def __init__(self, file: Any, start: int, nbytes: int) -> None:
         self._file = file

@@ -24,14 +24,14 @@ FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What a tensor of a file is in torch, which counts two 4-bit floats as one element.
+    """The dtype and shape in torch of a tensor of a file. (torch counts two 4-bit floats as one element.)
 
     Raises:
         FormatError: torch has no such dtype, or no such shape.
     """
     if dtype not in TORCH_DTYPES:
         raise FormatError(f"tensor {quoted(name)} has dtype {dtype}, which torch does not have; leave it out by names=")
-    if math.prod(max(size, 1) for size in shape) >= 2**63:  # of no elements, but torch counts its strides
+    if math.prod(max(size, 1) for size in shape) >= 2**63:  # perhaps without elements, but torch computes strides
         raise FormatError(f"tensor {quoted(name)} has the shape {list(shape)}, which torch cannot make")
     if dtype == "F4":
         if shape[-1] % 2:
@@ -43,10 +43,10 @@ def torch_dtype(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[torch.dt
 def file_dtype(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], source: Path | None = None
 ) -> tuple[str, tuple[int, ...]]:
-    """What a tensor of torch is in a file; the inverse of `torch_dtype`.
+    """The dtype and shape in a file of a tensor of torch; the inverse of `torch_dtype`.
 
     Args:
-        source: where it is now.
+        source: where the tensor is now, for messages.
 
     Raises:
         FormatError: the format has no such dtype, or no such shape.

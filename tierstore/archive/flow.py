@@ -28,9 +28,9 @@ R = TypeVar("R")
 THREADS = 8
 """Chunks in flight: while some threads compute checksums, others keep the disk busy."""
 QUEUED = 4
-"""Chunks that wait for a thread: one that has ended its chunk goes on without waiting for the loop."""
+"""Chunks that wait for a thread, so that a thread that has ended its chunk goes on without waiting for the loop."""
 TIMEOUT_S = 1800.0
-"""For one call of the system: the sync of a file that a large page cache holds takes a slow disk many minutes."""
+"""Deadline of one system call: the sync of a file that a large page cache holds takes a slow disk many minutes."""
 _CLOSE_S = 60.0
 _SLACK_BYTES = 48 * 2**20
 """Interpreter and libraries grow by about this while they work."""
@@ -38,7 +38,7 @@ _SLACK_BYTES = 48 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What jobs may use: `threads` of them at once and `queued` that wait, each with `job_bytes` of buffer."""
+    """What jobs may use: `threads` jobs at once and `queued` that wait, each with `job_bytes` of buffer."""
 
     threads: int
     job_bytes: int
@@ -50,10 +50,10 @@ class Room:
 
 
 def room(memory_bytes: int, jobs: int, job_bytes: int, *, beside_bytes: int = 0, threads: int = THREADS) -> Room:
-    """As many threads as jobs, or as the memory of the whole process allows; what is left lets jobs queue.
+    """As many threads as jobs, or as the memory of the whole process allows; memory that is left lets jobs queue.
 
     Args:
-        jobs: so many there will be.
+        jobs: number of jobs.
         job_bytes: buffer of one job.
         beside_bytes: what one job allocates besides.
 
@@ -82,10 +82,10 @@ def run(
     """`work(item, buffer)` in worker threads, started in the order of `items`.
 
     Args:
-        done: told of each result; from one thread, not in order.
+        done: called with each result; from one thread, not in order.
 
     Raises:
-        BaseException: the first failure; no item was taken after it, and nothing runs any more.
+        BaseException: the first failure; no job was started after it, and none runs any more.
     """
     with Runtime("archive", timeout_s=math.inf) as runtime:
         runtime.call(_Flow(work, done, room).run, items)
@@ -113,7 +113,7 @@ class _Flow:
             while self._jobs:
                 try:
                     await asyncio.wait(self._jobs)
-                except asyncio.CancelledError as error:  # once more by the end of the loop
+                except asyncio.CancelledError as error:  # the end of the loop may cancel more than once
                     cancelled = error
             workers.close(_CLOSE_S)
             arena.close()

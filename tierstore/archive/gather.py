@@ -1,6 +1,6 @@
-"""Reading what a chunk is made of, from files at any offset.
+"""Reading the content of a chunk from files, at any offsets.
 
-Scope: open files, and bytes of pieces into one buffer.
+Scope: open files; reading the bytes of pieces into one buffer.
 Not here: which pieces (`sources.py`, `packing.py`); checksums of packs (`reading.py`).
 Owner: `OpenFiles` closes what it opened.
 """
@@ -62,7 +62,7 @@ class Content:
             destination[at : at + piece.nbytes] = room[skew:end]
 
     def pieces(self, begin: int, nbytes: int) -> Iterator[tuple[Piece, int]]:
-        """The pieces of a range, cut to it and joined where a file goes on, with their places in the range."""
+        """The pieces of a range, cut to it, and joined if contiguous in a file; each with its place in the range."""
         waiting: tuple[Piece, int] | None = None
         for index in range(bisect.bisect_right(self._begins, begin) - 1, len(self._pieces)):
             piece, start = self._pieces[index], self._begins[index]

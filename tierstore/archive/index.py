@@ -1,6 +1,6 @@
 """The index of a pack of several files, as Hugging Face reads one, with a checksum of its own.
 
-Scope: its text, from the files' tables and back. Not here: where it is written (`publish.py`).
+Scope: its text, made from the tables of the files and parsed. Not here: where it is written (`publish.py`).
 Owner: none; pure functions.
 """
 
@@ -20,7 +20,7 @@ _SEAL = "tierstore.xxh3"
 
 
 def archive_index(archives: Sequence[Archive], sizes: Sequence[int]) -> tuple[list[str], bytes]:
-    """Names of the files of a finished archive, and its index; each file's `sizes` are bytes of data."""
+    """Names of the files of a finished archive, and its index; `sizes` are the bytes of data in each file."""
     count = len(archives)
     names = [f"model-{one.identity[:8]}-{one.shard + 1:05d}-of-{count:05d}.safetensors" for one in archives]
     files = {entry.name: name for one, name in zip(archives, names) for entry in one.tensors}
@@ -28,7 +28,7 @@ def archive_index(archives: Sequence[Archive], sizes: Sequence[int]) -> tuple[li
 
 
 def sealed_index(files: Mapping[str, str], names: Sequence[str], total_bytes: int) -> bytes:
-    """An index of tensors to files; `names` are those of all files, also of one that holds no tensor."""
+    """An index from tensors to files; `names` are the names of all files, including those that hold no tensor."""
     metadata: dict[str, Any] = {"total_size": total_bytes, "files": list(names)}
     body = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
     metadata[_SEAL] = f"{checksum_bytes(_text(body)):016x}"
@@ -39,8 +39,8 @@ def check_index(data: bytes, source: str) -> list[str]:
     """The files of an index.
 
     Raises:
-        ChecksumMismatch: it is not what was written, to the byte.
-        FormatError: what was written names no files in its directory, or it is the index of an ordinary checkpoint.
+        ChecksumMismatch: a byte of it differs from what was written.
+        FormatError: it names something other than files in its directory, or is the index of an ordinary checkpoint.
     """
     body = parse_json(data, source)
     metadata = body.get("metadata") if isinstance(body, dict) else None

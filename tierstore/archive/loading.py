@@ -1,7 +1,7 @@
 """Packs into memory, as tensors of torch.
 
 Scope: `load_pack`. Not here: models (`train/loading.py`), verified reads (`reading.py`).
-Owner: each tensor keeps the memory of its group; that goes when the last of them is gone.
+Owner: each tensor keeps the memory of its group alive; the memory goes with the last of them.
 
 [Note: in place] A group's memory is one mapping that asks for huge pages, and its raw chunks are read straight into
 their places there: no second copy, and no buffer. Encoded ones are read into a buffer and decoded to their places.
@@ -36,16 +36,16 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def load_pack(path: Paths, names: str | Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a pack in CPU memory, every byte verified.
 
-    Reads go past the page cache, several at once. Tensors that were one in the checkpoint are one here.
+    Reads bypass the page cache, several at once. Names that shared a tensor in the checkpoint share it here.
 
     Args:
         path: a pack, a directory of packs, or all directories over which one is striped.
-        names: only these tensors, or this one; of the others only what shares a chunk with them is read.
+        names: load only these tensors, or this one; of others only what shares a chunk with them is read.
 
     Raises:
-        ConfigError: a name that the pack does not have, or no path at all.
+        ConfigError: the pack does not have one of the names, or there is no path.
         ChecksumMismatch: names the damaged chunk and its tensors.
-        FormatError, StorageError: not a pack, or it cannot be read.
+        FormatError, StorageError: it is not a pack, or it cannot be read.
     """
     paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
     files = open_archive(paths)
@@ -70,7 +70,7 @@ def load_pack(path: Paths, names: str | Iterable[str] | None = None) -> dict[str
 
 
 def _wanted(files: Sequence[ArchiveFile], names: str | Iterable[str] | None) -> dict[str, str]:
-    """By the names asked for, those under which the tensors are stored."""
+    """From each requested name to the name under which its tensor is stored."""
     known: dict[str, str] = {}
     for file in files:
         known |= {entry.name: entry.name for entry in file.archive.tensors}
@@ -84,7 +84,7 @@ def _wanted(files: Sequence[ArchiveFile], names: str | Iterable[str] | None) -> 
 
 
 def _mapping(group: ArchiveGroup) -> Bytes:
-    """Memory for a group, at a huge-page boundary; what is never read takes none."""
+    """Memory for a group, at a huge-page boundary if it is large; pages that are never read take no memory."""
     size = padded(group.content_bytes)
     return aligned_room(size) if size < HUGE_PAGE_BYTES else huge_pages(size)[1]
 
@@ -109,7 +109,7 @@ def _fill(files: Sequence[ArchiveFile], wanted: Collection[str], memory: Mapping
 
 
 def _touched(chunks: Iterable[PlacedChunk], memory: Mapping[int, Bytes]) -> Iterator[PlacedChunk]:
-    """The same chunks, the pages of each one's place in memory just before it. See [Note: in place]."""
+    """The same chunks; the pages of each one's place in memory are touched just before it. See [Note: in place]."""
     for placed in chunks:
         memory[placed.group.position][placed.begin : placed.begin + placed.chunk.content_bytes : ALIGNMENT] = 0
         yield placed
@@ -119,5 +119,5 @@ def _tensor(entry: TensorEntry, memory: Bytes) -> torch.Tensor:
     dtype, shape = torch_dtype(entry.name, entry.dtype, entry.shape)
     if entry.begin == entry.end:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    # Not a view of one tensor: each has a storage of its own size, over the shared memory, which it keeps.
+    # Not a view of one tensor: each has a storage of its own size over the shared memory, which it keeps alive.
     return torch.frombuffer(memory[entry.begin : entry.end], dtype=torch.uint8).view(dtype).view(shape)

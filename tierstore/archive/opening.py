@@ -1,6 +1,6 @@
-"""Finding the files of an archive, and what each says of itself.
+"""Finding the files of an archive, and reading how each describes itself.
 
-Scope: one pack, or the directories of several with their index; all are there and belong together.
+Scope: one pack, or the directories of several with their index; checks that all are there and belong together.
 Not here: their data (`reading.py`).
 Owner: none; plain records. Nothing stays open.
 """
@@ -43,7 +43,7 @@ class PlacedChunk:
     chunk: ArchiveChunk
 
     def tensors(self) -> list[str]:
-        """Those of which it holds bytes."""
+        """Names of the tensors of which it holds bytes."""
         end = self.begin + self.chunk.content_bytes
         return [entry.name for entry in self.group.tensors if entry.begin < end and entry.end > self.begin]
 
@@ -62,7 +62,7 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
 
     Raises:
         ConfigError: no path is given.
-        FormatError: it is none, or damaged, or not all of it is there.
+        FormatError: it is no archive, or is damaged or incomplete.
         StorageError: it cannot be read.
     """
     if not paths:
@@ -93,7 +93,7 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
 
 
 def _check_apart(files: Sequence[ArchiveFile]) -> None:
-    """What one file says of itself is checked; together, no name and no place in the order may stand twice."""
+    """Each file was checked by itself; this checks that no name and no place in the order is in two files."""
     names: set[str] = set()
     positions: set[int] = set()
     for file in files:
@@ -114,10 +114,10 @@ def placed_chunks(files: Sequence[ArchiveFile]) -> list[PlacedChunk]:
 
 
 def check_header(file: ArchiveFile) -> None:
-    """Every byte of the header is as it was written: how it is spelled is covered by no checksum.
+    """Checks that every byte of the header is as it was written: no checksum covers its spelling.
 
     Raises:
-        FormatError: it is not.
+        FormatError: a byte differs.
     """
     metadata = {key: value for key, value in file.header.metadata.items() if key != SEAL_KEY}
     expected = build_header(file.header.entries.values(), metadata, data_start=file.header.data_start, seal=True)

@@ -4,9 +4,9 @@ Scope: groups and their files, chunks from the source through a codec to the dis
 Not here: the order (`plan/order.py`), which codec pays (`choosing.py`), what a pack says (`pack/archive.py`).
 Owner: `pack` opens, locks and closes all that it uses.
 
-[Note: turns] With a codec the length of a chunk is known when it is encoded, and with it the place of the next one. A
-job therefore waits, between encoding and writing, until the chunks before it have their places. They were started
-before it, so they run or have ended: nobody waits in a circle. The file is the same at every number of threads.
+[Note: turns] With a codec, the length of a chunk, and so the place of the next one, is known only after encoding. A job
+therefore waits, between encoding and writing, until the chunks before it have their places. Their jobs were started
+before it, so they run or have ended: there is no deadlock. The file is the same for every number of threads.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from tierstore.plan.order import execution_order, share_out
 _THREADS = 2 * flow.THREADS
 """While half of them read, the other half write."""
 _ESTIMATE_MARGIN = 1.05
-"""Of the bytes that a codec leaves, over what it left of the samples."""
+"""Factor on the size of encoded chunks that the ratios of the samples predict."""
 CHUNK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """What a person may choose.
+    """What the user may choose.
 
     Attributes:
-        shards: files; None is one for each destination.
-        memory_bytes: the most that this process may take.
+        shards: number of files; None: one for each destination.
+        memory_bytes: the most memory that this process may take.
     """
 
     destinations: tuple[Path, ...]
@@ -102,13 +102,13 @@ class Packed:
 
 
 Codecs = Mapping[str, Codec]
-"""By dtype."""
+"""The codec of each dtype."""
 
 
 def plan_groups(source: Source, codecs: Codecs, chunk_bytes: int) -> tuple[list[ArchiveGroup], str]:
-    """The groups of a checkpoint in execution order, nothing stored yet, and the reason of that order.
+    """The groups of a checkpoint in execution order, with nothing stored yet, and the reason for that order.
 
-    A group of tensors of several dtypes becomes several: a codec works on elements of one width.
+    A group with tensors of several dtypes becomes several groups: a codec works on elements of one width.
     """
     order = execution_order(source.tensors, source.config)
     groups: list[ArchiveGroup] = []
@@ -140,13 +140,13 @@ def pack(
 
     Args:
         codecs: for each dtype that is not to be stored raw.
-        ratios: content to stored bytes of a dtype, as measured on samples: so much room is asked for, and a little
-            more. Of a dtype without one it is that of the raw bytes.
-        progress: told of content bytes as they are written, from another thread.
+        ratios: content bytes per stored byte of a dtype, as measured on samples. The size that this predicts, and a
+            little more, is allocated; for a dtype without a ratio, the raw size.
+        progress: called with content bytes as they are written, from another thread.
 
     Raises:
         ConfigError: a destination cannot be used; nothing was changed.
-        StorageFull: a disk is too small; said before anything is written, if the ratios hold.
+        StorageFull: a disk is too small; raised before anything is written, if the ratios hold.
         FormatError, StorageError: the source is damaged, or the system refused; nothing is left behind.
     """
     backend = backend or Backend()
@@ -194,7 +194,7 @@ def _aliases_in(archive: Archive, source: Source) -> dict[str, str]:
 
 
 def _identity(groups: list[tuple[ArchiveGroup, ...]]) -> str:
-    """Follows from the content, file by file: of two equal packs, and of no others."""
+    """An identity that follows from the content, file by file: only equal packs have the same."""
     return f"{checksum_bytes(repr(groups).encode()):016x}"
 
 
@@ -203,7 +203,7 @@ class _Writer:
     """One file while it is written.
 
     Attributes:
-        chunks: what is stored, by group and number.
+        chunks: stored bytes and checksum of each chunk, by position of its group and number in it.
     """
 
     archive: Archive
@@ -224,7 +224,7 @@ class _Writer:
         return self._end - self.data_start
 
     def expected_bytes(self, ratios: Mapping[str, float]) -> int:
-        """Of the whole file; exact where nothing is encoded."""
+        """Expected size of the whole file; exact if nothing is encoded."""
         total = self.data_start
         for group in self.archive.groups:
             ratio = ratios.get(group.tensors[0].dtype, 1.0) if group.codec is not Codec.NONE else 1.0
@@ -249,14 +249,14 @@ class _Writer:
             self._turn.notify_all()
 
     def groups(self) -> tuple[ArchiveGroup, ...]:
-        """What the file holds, now that all chunks are written."""
+        """The groups with their stored chunks, now that all of these are written."""
         return tuple(
             replace(group, chunks=tuple(self.chunks[group.position, number] for number in range(len(group.chunks))))
             for group in self.archive.groups
         )
 
     def finish(self, identity: str, targets: OpenFiles, backend: Backend) -> Archive:
-        """Write the header, last: before it, the file is no pack."""
+        """Write the header, last: without it the file is no pack."""
         archive = replace(self.archive, identity=identity, groups=self.groups())
         header = archive_header(archive, self.metadata, self.data_start)
         backend.truncate(self.path, self._end)
@@ -325,7 +325,7 @@ class _Job:
 
     def _content(self, group: ArchiveGroup) -> Content:
         content = self._contents.get(group.position)
-        if content is None:  # two threads may make it: they are equal
+        if content is None:  # two threads may each make one: these are equal
             content = Content([p for entry in group.tensors for p in self._source.tensors[entry.name].pieces])
             self._contents[group.position] = content
         return content

@@ -1,11 +1,11 @@
-"""A first look at a pickle, before an unpickler gets it: what even one that makes only plain values cannot bear.
+"""A check of a pickle before it is unpickled: refuses what breaks even an unpickler that makes only plain values.
 
-Scope: opcodes and the stack that they work on. Nothing is made.
+Scope: opcodes and the stack that they work on. No object is made.
 Not here: which names may be called (torch's `weights_only` rules, `distributed.py`).
 Owner: none; a pure function.
 
-[Note: pickles] Files of torch are pickles. One that names no function can still end the process: a tuple nested 100,000
-deep overflows the stack of C when it is hashed as a key, and a memo of number 2**32 - 1 takes 64 GiB.
+[Note: pickles] Files of torch contain pickles. One that names no function can still end the process: a tuple nested
+100,000 deep overflows the C stack when it is hashed as a key, and a memo of number 2**32 - 1 takes 64 GiB.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from tierstore.errors import FormatError
 
 MOST_BYTES = 2**29
-"""Of a pickle that says where tensors are; one of torch.save that names 80,000 has 8 MB."""
+"""Of a pickle that says where tensors are; one of torch.save that names 80,000 tensors has 8 MB."""
 _MOST_DEPTH = 100
 _TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
-_LENGTHS = {  # of arguments that begin with one: its bytes, and whether it has a sign
+_LENGTHS = {  # for arguments that begin with their length: the bytes of that, and whether it has a sign
     pickletools.TAKEN_FROM_ARGUMENT1: (1, False),
     pickletools.TAKEN_FROM_ARGUMENT4: (4, True),
     pickletools.TAKEN_FROM_ARGUMENT4U: (4, False),
@@ -34,9 +34,9 @@ _DOES = {
 
 
 def _rule(opcode: Any) -> tuple[int, int, int, int, int, Any]:
-    """What an opcode does (`_NEW`: it puts one value on the stack, `_TAKE`: it takes some off, and puts some on), bytes
-    of its argument (negative: the argument says it), values that it takes (those after a mark not counted) and gives,
-    how much deeper the latter are nested, and its argument.
+    """What an opcode does (`_NEW`: it puts one value on the stack, `_TAKE`: it takes some off, and puts some on); the
+    bytes of its argument (negative: the argument says how many); how many values it takes (not counting those after a
+    mark) and gives; how much deeper than those taken the given values are nested; and its argument.
     """
     before, given = [item.name for item in opcode.stack_before], len(opcode.stack_after)
     does = _DOES.get(opcode.name, _TAKE_TO_MARK if "mark" in before else _TAKE if before or given != 1 else _NEW)
@@ -50,10 +50,10 @@ for _opcode in pickletools.opcodes:
 
 
 def check_pickle(data: bytes, source: str) -> None:
-    """Refuse tuples nested too deep and memos that the pickle is too short to fill.
+    """Refuse tuples nested too deep, and memo numbers larger than the pickle is long.
 
     Raises:
-        FormatError: or it is none.
+        FormatError: it has one of these, or is not a whole pickle.
     """
     try:
         depth = _deepest_tuple(data)
@@ -64,9 +64,9 @@ def check_pickle(data: bytes, source: str) -> None:
 
 
 def _deepest_tuple(data: bytes) -> int:
-    # One loop almost without calls, for a checkpoint has millions of opcodes: `pickletools.genops` takes longer.
+    # One loop almost without calls, because a checkpoint has millions of opcodes: `pickletools.genops` takes longer.
     stack: list[int] = []  # how deep tuples are nested in each value
-    marks: list[int] = []  # how long it was
+    marks: list[int] = []  # the length of the stack at each mark
     memo: dict[int, int] = {}
     rules, number_of = _RULES, int.from_bytes
     deepest = position = floor = 0  # values below the last mark are out of reach
@@ -101,7 +101,7 @@ def _deepest_tuple(data: bytes) -> int:
             if at < floor:
                 raise ValueError("it takes more off its stack than there is")
             parts = stack[at:]
-            depth = (max(parts) if parts else 0) + nests  # what is made of a tuple may be that tuple
+            depth = (max(parts) if parts else 0) + nests  # a value made from a tuple may be that tuple
             stack[at:] = (depth,) * given
             if depth > deepest:
                 deepest = depth
@@ -111,7 +111,7 @@ def _deepest_tuple(data: bytes) -> int:
 
 
 def _end(data: bytes, begin: int, argument: Any) -> int:
-    """Where an argument ends that says itself how long it is."""
+    """The end of an argument that itself says how long it is."""
     if argument.n not in _LENGTHS:  # lines of text, as in the first protocol
         file = io.BytesIO(data)
         file.seek(begin)

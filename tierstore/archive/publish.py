@@ -1,22 +1,22 @@
-"""Files that appear whole, or not at all: one, or several with an index that names them.
+"""Publication of files that appear whole or not at all: one, or several with an index that names them.
 
 Scope: temporary names, room on the disks, leftovers of a killed writer, renames and the index.
 Not here: what the files hold (`packing.py`, `unpacking.py`, `train/checkpoints.py`).
 Owner: a `Publication` holds a lock on each of its temporary files until it is closed.
 
-[Note: publication] Everything is written as `NAME.partial` and fsynced. One file is then renamed. Of several, the
-index is written as `INDEX.partial`, fsynced with its name, the files are renamed, the directories fsynced, and the
-index is renamed last: without it there is no checkpoint. A reader prefers the single file to an index: so the new index
-is there before an old single file is removed, and a new single file before an old index. An index that is replaced is
-kept as `old-INDEX.partial` until the files that it alone names are removed; beside a single file it is removed after
-them. So whatever ends this, one whole checkpoint is there, if there was one.
-A killed writer leaves `.partial` files, which carry no lock any more, and perhaps files that `INDEX` does not name, but
-`INDEX.partial` does (those whose own `.partial` is gone) or, beside an `INDEX`, `old-INDEX.partial`. The next writer of
-a whole checkpoint into the directory removes them. Leftovers are looked for, `.partial` files locked, and files
-renamed, by one writer at a time.
-Names of files of a pack hold the identity of their content, so files of two packs never meet; an export takes names
-that nothing has. Nothing else is ever removed or written over but, with `overwrite`, the checkpoint in the first
-directory: one that stands in another directory is refused.
+[Note: publication] Everything is written as `NAME.partial` and fsynced. A single file is then renamed. With several,
+the index is written as `INDEX.partial` and fsynced with its name, the files are renamed, the directories are fsynced,
+and the index is renamed last: without it there is no checkpoint. Readers prefer a single file to an index: so a new
+index is in place before an old single file is removed, and a new single file before an old index. An index that another
+one replaces is kept as `old-INDEX.partial` until the files that only it names are removed. An index that a single file
+replaces is removed after its files. So whatever interrupts this, one whole checkpoint is there, if there was one.
+A killed writer leaves `.partial` files, which are not locked any more. It may also leave files that `INDEX` does not
+name, but that `INDEX.partial` names (if their own `.partial` is gone) or, beside an `INDEX`, `old-INDEX.partial`. The
+next writer of a whole checkpoint into the directory removes all of these. One writer at a time looks for leftovers,
+locks `.partial` files, or renames files.
+File names of a pack contain the identity of its content, so files of two packs never collide; an export takes names
+that do not exist. Nothing else is ever removed or overwritten except, with `overwrite`, the checkpoint in the first
+directory; a checkpoint in another one of the directories is refused.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class Publication(contextlib.ExitStack):
     """The writing of one checkpoint.
 
     Args:
-        destination: a file, or the directories over which `files` files are striped; the index stands in the first.
-        overwrite: True: a checkpoint that is there may be replaced, if nobody else is writing one there. Others write
-            different files side by side, and the last one is refused. None: as False, of whom no option is told.
+        destination: a file, or the directories over which `files` files are striped; the index is in the first one.
+        overwrite: True: an existing checkpoint may be replaced, if nobody else is writing one there. False: writers of
+            different files may work side by side, and the last one is refused. None: as False, but the message does not
+            mention the option.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Publication(contextlib.ExitStack):
         for directory in self.directories:
             self._make_directory(directory)
         with turn(self.directories[0], self._backend):
-            self._refuse_existing()  # what the one before has made
+            self._refuse_existing()  # a writer before this one may have made it meanwhile
             self._clear_leftovers()
             for path in self.temporaries:
                 self._locks.append(self._lock(path))
@@ -95,18 +96,18 @@ class Publication(contextlib.ExitStack):
                 self._backend.allocate(path, size)
 
     def commit(self, names: Sequence[str] = (), index: bytes = b"") -> list[Path]:
-        """Make what was written the checkpoint; its bytes are durable already, of each file and in this order.
+        """Make the written files the checkpoint; the bytes of each file are durable already.
 
         Args:
-            names: of the files of `index`, final ones; a single file needs neither.
+            names: final names of the files of `index`, in the order of `temporaries`; a single file needs neither.
 
         Returns:
             The files.
 
         Raises:
-            ConfigError: what is there now may not be replaced; nothing was changed.
-            StorageError: likewise.
-            DoneButFor: it is the checkpoint, but not known to be durable, or what was one before is not all removed.
+            ConfigError: what is there now must not be replaced; nothing was changed.
+            StorageError: the system refused; nothing was changed.
+            DoneButFor: the files are the checkpoint, but perhaps not durable, or the old one is not all removed.
         """
         with turn(self.directories[0], self._backend):
             self._refuse_existing()
@@ -142,7 +143,7 @@ class Publication(contextlib.ExitStack):
             if old - set(finals):
                 made.append(old_index)
                 self._backend.write_file(old_index, small_file(first / INDEX))
-            self._backend.sync_directory(first)  # before it, no file may have its name
+            self._backend.sync_directory(first)  # no file may get its final name before this
             for temporary, final in zip(self.temporaries, finals):
                 if final not in old:
                     made.append(final)
@@ -151,7 +152,7 @@ class Publication(contextlib.ExitStack):
                 self._backend.sync_directory(directory)
             self._backend.replace(new_index, first / INDEX)
         except BaseException:
-            if os.path.lexists(new_index):  # else it has its place, and names these
+            if os.path.lexists(new_index):  # otherwise it is in place, and names these files
                 for path in reversed(made):
                     self._discard(path)
             raise
@@ -162,7 +163,7 @@ class Publication(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def _after_the_rename(self) -> Iterator[None]:
-        """What was written has its names."""
+        """In this block the written files have their final names: an error becomes `DoneButFor`."""
         try:
             yield
         except StorageError as error:
@@ -172,7 +173,7 @@ class Publication(contextlib.ExitStack):
             raise DoneButFor(f"all that was written to {place} is there and whole, but {error}{hides}") from error
 
     def _retire(self, paths: Iterable[Path], index: Path) -> None:
-        """Remove what was replaced, and the index that names it when that is durable: else nobody would know of it."""
+        """Remove replaced files and, once that is durable, the index that names them: nothing else tells of them."""
         gone = [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
         for path in gone:
             self._backend.remove(path)
@@ -200,10 +201,10 @@ class Publication(contextlib.ExitStack):
                     raise ConfigError(f"cannot write to {directory}: {reason}")
 
     def _make_directory(self, directory: Path) -> None:
-        """With those above it; what is empty in the end is removed again."""
+        """Makes a directory and its missing parents; those that are empty in the end are removed again."""
         with self._backend.calling("inspection", directory):
             missing = [path for path in (directory, *directory.parents) if not path.exists()]
-        for path in reversed(missing):  # before they are made, for that may end half way; the deepest goes first
+        for path in reversed(missing):  # before they are made, which may fail half way; the deepest is removed first
             self.callback(_remove_empty, path)
         self._backend.make_directories(directory)
 
@@ -217,7 +218,7 @@ class Publication(contextlib.ExitStack):
                 unpublished = set(filter(_was_renamed, unpublished))
             replaced = self._named(first / _OLD_INDEX) - {first / SINGLE} if current else set()
             for index, named in ((_partial(first / INDEX), unpublished), (first / _OLD_INDEX, replaced)):
-                self._retire(named - current, index)  # a link is one, wherever it leads
+                self._retire(named - current, index)  # a link counts as a file, wherever it leads
             for directory in self.directories:
                 left.update(directory / name for name in self._backend.names(directory) if _LEFTOVER.fullmatch(name))
         for path in sorted(left):
@@ -227,12 +228,12 @@ class Publication(contextlib.ExitStack):
     def _named(self, index: Path) -> set[Path]:
         """Files that an index names: in its directory, and those of a pack in any of the directories.
 
-        It may name a directory, too, which no writer has made.
+        Directories that it names are left out: no writer has made them.
         """
-        with self._backend.calling("inspection", index, is_ending=True):  # they are to be removed
+        with self._backend.calling("inspection", index, is_ending=True):  # the files are to be removed
             try:
                 names = weight_files(index) if index.exists() else set()
-            except TierstoreError:  # cut short by the kill: then nothing was renamed
+            except TierstoreError:  # the kill has cut the index short: then nothing was renamed
                 return set()
             ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}
             return {path for path in ours | {index.parent / name for name in names} if not path.is_dir()}
@@ -248,7 +249,7 @@ class Publication(contextlib.ExitStack):
     def _is_abandoned(self, path: Path) -> bool:
         with self._backend.calling("lock", path):
             if path.is_symlink() or not path.exists():
-                return path.is_symlink()  # nobody's, and not followed
+                return path.is_symlink()  # no writer's, and not followed
             descriptor = locked_file(path, 0o666)
             if descriptor is not None:
                 os.close(descriptor)
@@ -261,7 +262,7 @@ class Publication(contextlib.ExitStack):
             self._remove(path)
 
     def _discard_ours(self, path: Path, descriptor: int) -> None:
-        """Once our file has another name, one of this name is that of the next writer."""
+        """Removes our temporary file; once that has another name, a file of this name is the next writer's."""
         with contextlib.suppress(StorageError):
             with self._backend.calling("inspection", path, is_ending=True):
                 is_ours = is_at(path, descriptor)
@@ -275,9 +276,9 @@ class Publication(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def turn(directory: Path, backend: Backend) -> Iterator[None]:
-    """Who changes what belongs to the checkpoint in a directory does so alone.
+    """In this block the caller alone changes what belongs to the checkpoint in a directory.
 
-    Blocks: until the one before has done so, for a minute at most.
+    Blocks: until other writers have ended their blocks, for a minute at most.
 
     Raises:
         ConfigError: it takes longer.
@@ -287,7 +288,7 @@ def turn(directory: Path, backend: Backend) -> Iterator[None]:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         while True:
-            with backend.calling("lock", directory):  # each time: who is given up stops here
+            with backend.calling("lock", directory):  # each time, so that work that was given up stops here
                 if takes_lock(descriptor):
                     break
             if time.monotonic() > until_s:
@@ -303,10 +304,10 @@ def _busy(path: Path) -> ConfigError:
 
 
 def check_room(sizes: Mapping[Path, int]) -> None:
-    """Whether the disks of these files, whose directories are there, have the room.
+    """Checks that the disks have room for these files, whose directories exist.
 
     Raises:
-        StorageFull: says how much is missing where.
+        StorageFull: the message says which disk has how much too little.
     """
     needed: dict[int, int] = defaultdict(int)
     where: dict[int, Path] = {}
@@ -325,7 +326,7 @@ def check_room(sizes: Mapping[Path, int]) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """What is free on the disk of a directory."""
+    """Free bytes on the disk of a directory."""
     return shutil.disk_usage(directory).free
 
 
@@ -338,7 +339,7 @@ def _temporary(number: str) -> str:
 
 
 def _was_renamed(path: Path) -> bool:
-    """Whether a writer that was killed has given a file this name: otherwise one of this name is somebody else's."""
+    """Whether a killed writer has given its file this name; otherwise a file of this name is somebody else's."""
     match = _SHARD.fullmatch(path.name)
     return match is not None and not path.with_name(_temporary(match["number"])).exists()
 

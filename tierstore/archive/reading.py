@@ -1,6 +1,6 @@
 """Reading packs: a chunk verified and decoded, in one hop; and every chunk of an archive, to verify it.
 
-Scope: chunks into buffers, damage by name.
+Scope: reading chunks into buffers; which tensors damage reaches.
 Not here: tensors (`loading.py`), files (`opening.py`).
 Owner: the caller's `OpenFiles`.
 """
@@ -44,7 +44,7 @@ def read_content(files: OpenFiles, placed: PlacedChunk, buffer: Bytes, destinati
     """Fill `destination` with the content of a chunk.
 
     Args:
-        buffer: aligned room for the stored bytes; that of `destination` will do where nothing is encoded.
+        buffer: aligned room for the stored bytes; it may be that of `destination` if nothing is encoded.
 
     Raises:
         ChecksumMismatch, FormatError: it is damaged.
@@ -61,7 +61,7 @@ def read_content(files: OpenFiles, placed: PlacedChunk, buffer: Bytes, destinati
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with one stretch of a file; `tensors` are those that it reaches."""
+    """What is wrong with one range of a file; `tensors` are those that the damage reaches."""
 
     path: Path
     offset: int
@@ -78,10 +78,10 @@ def verify(
     backend: Backend | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Damage]:
-    """Read every byte of an archive, and tell all that is not as it was written.
+    """Read every byte of an archive, and report all that is not as it was written.
 
     Args:
-        progress: told of bytes read, from another thread.
+        progress: called with bytes read, from another thread.
     """
     damages = []
     for file in files:
@@ -115,7 +115,7 @@ def verify(
 
 
 def content_room(chunks: Sequence[PlacedChunk], memory_bytes: int) -> flow.Room:
-    """For jobs that hold a chunk as it is stored, and its content behind it."""
+    """Room for jobs that hold a chunk as it is stored, and its content behind it."""
     content = max((padded(placed.chunk.content_bytes) for placed in chunks), default=1)
     beside = 2 * content if any(placed.group.codec is not Codec.NONE for placed in chunks) else 0
     return flow.room(memory_bytes, len(chunks), 2 * content, beside_bytes=beside)

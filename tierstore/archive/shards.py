@@ -1,4 +1,4 @@
-"""The files of an ordinary safetensors checkpoint that is to be written: which tensors stand where, and the index.
+"""The files of an ordinary safetensors checkpoint that is to be written: which tensors are where, and the index.
 
 Scope: tensors cut into files, headers, the index, as Hugging Face lays them out.
 Not here: writing their data (`unpacking.py`, `train/checkpoints.py`), when files appear (`publish.py`), packs.
@@ -16,7 +16,7 @@ from tierstore.pack.layout import DTYPE_BITS, TensorSpec, back_to_back, build_he
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file: its header, and where each tensor stands."""
+    """A file: its header, and the offset of each tensor."""
 
     header: bytes
     places: Mapping[str, int]
@@ -32,7 +32,7 @@ class Shard:
 
 
 def shards_of(specs: Iterable[TensorSpec], metadata: Mapping[str, str], most_bytes: int | None) -> list[Shard]:
-    """Tensors in this order, cut into files of at most so many bytes, if one tensor is not larger; at least one file.
+    """Tensors in this order, cut into files of at most `most_bytes`, unless one tensor is larger; at least one file.
 
     Args:
         most_bytes: None: one file.
@@ -50,7 +50,7 @@ def shards_of(specs: Iterable[TensorSpec], metadata: Mapping[str, str], most_byt
 
 
 def index_of(shards: Sequence[Shard], names: Sequence[str]) -> bytes:
-    """As Hugging Face writes it; `names` are those of the files."""
+    """The index as Hugging Face writes it; `names` are the names of the files."""
     total_bytes = sum(shard.file_bytes - len(shard.header) for shard in shards)
     files = {tensor: name for shard, name in zip(shards, names) for tensor in shard.places}
     body = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}

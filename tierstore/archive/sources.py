@@ -53,12 +53,12 @@ class Source:
     """A checkpoint.
 
     Attributes:
-        kind: what it is, as a person reads it.
-        aliases: further names of a tensor, with the name under which it is in `tensors`.
-        config: config.json beside it, of Hugging Face; {} if it holds no object.
-        metadata: of its headers.
-        left_out: names of what is no tensor, and so goes into no pack.
-        nested: keys of the dictionaries in it that hold tensors, which begin their names.
+        kind: what it is, in words for the user.
+        aliases: further names of tensors, each with the name that its tensor has in `tensors`.
+        config: Hugging Face's config.json beside it; None: there is none; {}: it holds no object.
+        metadata: metadata of its headers.
+        left_out: names of values that are no tensors, and so go into no pack.
+        nested: keys of the containers in it that hold tensors, whose names begin with these keys.
     """
 
     path: Path
@@ -71,15 +71,15 @@ class Source:
     nested: tuple[str, ...] = ()
 
     def below(self, key: str) -> Source:
-        """What lies below a key, with names that do not begin with it: `state_dict.head.weight` is `head.weight`.
+        """The part below a key, which is cut off the names: `state_dict.head.weight` becomes `head.weight`.
 
         Raises:
-            ConfigError: no tensor does.
+            ConfigError: no tensor lies below it.
         """
         begin = f"{key.removesuffix('.')}."
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
-        own_names: dict[str, str] = {}  # the first of each tensor: one above may have been the first of all
+        own_names: dict[str, str] = {}  # the first name of each tensor below the key, perhaps an alias of one outside
         names = (*self.tensors, *self.aliases)
         for name in filter(lambda name: name.startswith(begin), names):
             own, first = name.removeprefix(begin), self.aliases.get(name, name)
@@ -144,11 +144,11 @@ def _indexed(path: Path) -> Source:
 
 
 def indexed_files(directory: Path) -> Iterator[tuple[Path, Header, list[str]]]:
-    """The files of a safetensors index, each with the names of the tensors that the index puts there.
+    """The files of a safetensors index, each with its header and the names of the tensors that the index puts there.
 
     Raises:
         FormatError: a file is missing, or a tensor in it.
-        StorageError: one cannot be read.
+        StorageError: a file cannot be read.
     """
     for path, names in _named_files(directory / INDEX).items():
         header = read_header(path)
@@ -174,10 +174,10 @@ def _named_files(index: Path) -> dict[Path, list[str]]:
 
 
 def refuse_absent(path: Path, names: Iterable[str], held: Container[str]) -> None:
-    """Refuse a file that lacks what its index puts there.
+    """Refuse a file that lacks tensors that its index puts there.
 
     Raises:
-        FormatError: with the first of it.
+        FormatError: names the first of them.
     """
     if absent := [name for name in names if name not in held]:
         raise FormatError(f"{path} lacks {len(absent)} tensors that the index puts there: {quoted(absent[0])}")
@@ -199,7 +199,7 @@ def _safetensors_source(path: Path, headers: Mapping[Path, Header], kind: str) -
 
 
 def own_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Without what tierstore keeps there."""
+    """The metadata without the keys of tierstore."""
     return {key: value for key, value in metadata.items() if key not in (ARCHIVE_KEY, PAD_KEY, SEAL_KEY)}
 
 
@@ -207,7 +207,7 @@ def weight_map(path: Path) -> dict[str, str]:
     """File name by tensor name, from an index.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is not such an index.
     """
     content = parse_json(small_file(path), str(path))
     files = content.get("weight_map") if isinstance(content, dict) else None
@@ -220,16 +220,16 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def weight_files(path: Path) -> set[str]:
-    """The safetensors that an index names, for those who remove them: it may name anything else in its directory.
+    """The safetensors files that an index names, for removal: an index may name anything else in its directory, too.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is not such an index.
     """
     return {file for file in weight_map(path).values() if file.endswith(".safetensors")}
 
 
 def _config(directory: Path) -> Mapping[str, Any] | None:
-    """It only tells the order; {} if it does not hold what a configuration holds."""
+    """The configuration beside a checkpoint, which only decides the order; {} if its file holds no object."""
     path = directory / CONFIG
     if not path.is_file():
         return None
@@ -245,17 +245,17 @@ def refuse_unfinished(path: Path) -> None:
     """Refuse a file that somebody is writing, or did not finish.
 
     Raises:
-        FormatError: it is one, by its name.
+        FormatError: its name says so.
     """
     if path.name.endswith(PARTIAL) and path.is_file():
         raise FormatError(f"{path} is not finished; if nobody writes it now, write it again")
 
 
 def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
-    """A file that is read whole before it is understood.
+    """All bytes of a file that is read whole before it is parsed.
 
     Raises:
-        FormatError: it is larger than any of its kind, be it of holes.
+        FormatError: it is larger than any file of its kind, even if it consists of holes.
         StorageError: it cannot be read.
     """
     with storage_errors("read", path), opened_at_once(path) as file:
@@ -266,5 +266,5 @@ def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
 
 
 def opened_at_once(path: Path) -> BinaryIO:
-    """A file to be read, without waiting for whoever may write into a pipe."""
+    """A file to be read, opened without waiting for the writer of a pipe."""
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))

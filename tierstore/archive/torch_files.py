@@ -1,14 +1,14 @@
-"""Files of torch.save: where their tensors stand, without reading one, and empty ones to be filled.
+"""Files of torch.save: where the bytes of their tensors are, without reading these, and empty files to be filled.
 
 Scope: `.pt`, `.pth` and `.bin` in torch's zip format, unpickled by torch's own `weights_only` rules.
 Not here: distributed checkpoints (`distributed.py`), which are made of such files.
 Owner: none; nothing stays open.
 
-[Note: without data] Where there is a `FakeTensorMode` torch.load makes tensors on the meta device, and notes for each
-storage where its bytes stand in the file; torch.save under `skip_data` leaves room for them. So a file of any size is
-read and written through our own buffers. What is found is checked against the directory of the zip archive, which says
-how long each record is and that it is not compressed. For reading, the mode is only the one that is traced: one that is
-entered takes a millisecond for each tensor. (`map_location="meta"` does the same, from torch 2.13 on.)
+[Note: without data] Under a `FakeTensorMode`, torch.load makes tensors on the meta device, and notes for each storage
+where its bytes are in the file; torch.save under `skip_data` leaves room for them. So a file of any size is read and
+written through our own buffers. These places are checked against the directory of the zip archive, which says how long
+each record is and that it is not compressed. For reading, the mode is only set in the tracing context: entering it
+takes a millisecond for each tensor. (`map_location="meta"` does the same, from torch 2.13 on.)
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ _LOCAL_HEADER_BYTES, _END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 30, 22, 20, 56
 _MOST_PIECES = 2**16
 _MOST_DEPTH = 100
 _NAME_CHARACTERS_PER_BYTE = 64
-_ALWAYS_FINE = 2**16  # values, whatever the pickle is
-_VALUES_PER_BYTE = 8  # a flag takes one byte, a list of ten values that is named again two
+_ALWAYS_FINE = 2**16  # values that are accepted, however short the pickle is
+_VALUES_PER_BYTE = 8  # a flag takes one byte; a further reference to a list of ten values takes two
 _ALWAYS_FINE_PIECES, _BYTES_OF_A_PIECE = 2**17, 16
 _METADATA = {"format": "pt"}
 _ODD = {
     "_rebuild_sparse_tensor": "sparse", "_rebuild_qtensor": "quantized", "_rebuild_nested_tensor": "nested",
     "_rebuild_njt": "nested", "_rebuild_meta_tensor_no_storage": "on the meta device, without values",
 }  # fmt: skip
-"""What functions of torch make."""
+"""What kind of tensors functions of torch make."""
 
 
 def torch_source(path: Path, files: Mapping[Path, Sequence[str]], config: Mapping[str, Any] | None) -> Source:
     """The tensors of files that together are one checkpoint.
 
     Args:
-        files: each with the names that an index puts there.
+        files: each with the names of the tensors that an index puts there.
 
     Raises:
-        FormatError: not of torch.save, with code in it, or of a layout that cannot be packed.
-        StorageError: it cannot be read.
+        FormatError: a file is not from torch.save, or has code in it, or a tensor has a layout that cannot be packed.
+        StorageError: a file cannot be read.
     """
     tensors: dict[str, SourceTensor] = {}
     aliases: dict[str, str] = {}
@@ -101,10 +101,10 @@ def torch_source(path: Path, files: Mapping[Path, Sequence[str]], config: Mappin
 
 
 def check_piece_count(count: int, file_bytes: int, source: str) -> None:
-    """Refuse more pieces than what can be read of a checkpoint explains: a stride of 0 makes many of one element.
+    """Refuse more pieces than the size of a checkpoint explains: a stride of 0 makes many pieces of one element.
 
     Raises:
-        FormatError: so it is.
+        FormatError: there are more.
     """
     if count > _ALWAYS_FINE_PIECES + file_bytes // _BYTES_OF_A_PIECE:
         raise FormatError(
@@ -118,10 +118,10 @@ def flattened(
     """What nested dictionaries and lists hold, under names joined by dots.
 
     Args:
-        met: told of the name of each, and of each of those that hold them.
+        met: called with the name of each value, and of each container that holds values.
 
     Raises:
-        FormatError: they are nested too deep; does one hold itself?
+        FormatError: they are nested too deep; perhaps one holds itself.
     """
     met(prefix)
     if depth > _MOST_DEPTH:
@@ -140,7 +140,7 @@ def flattened(
 def empty_torch_file(
     path: Path, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str], backend: Backend
 ) -> dict[str, int]:
-    """A file of torch.save with room for these tensors, where their bytes are to be written.
+    """Writes a file of torch.save with room for these tensors. Returns where their bytes are to be written.
 
     Raises:
         FormatError: a dtype that torch does not have.
@@ -163,12 +163,12 @@ def empty_torch_file(
 
 
 def pieces(tensor: torch.Tensor, file: Path, name: str, base: int = 0) -> tuple[Piece, ...]:
-    """Where the bytes of a tensor without data stand, in row-major order; `base` is where its file begins in `file`."""
+    """Where the bytes of a tensor without data are, in row-major order; `base` is where its file begins in `file`."""
     item_bytes = tensor.dtype.itemsize
     start = base + _offset(tensor) + int(tensor.storage_offset()) * item_bytes
     if tensor.is_contiguous():
         return (Piece(file, start, tensor.numel() * item_bytes),)
-    # The longest stretch that is contiguous, and where each of them begins.
+    # The longest contiguous runs, and where each of them begins.
     run, dimension = 1, tensor.dim()
     while dimension and (tensor.shape[dimension - 1] == 1 or tensor.stride(dimension - 1) == run):
         dimension -= 1
@@ -186,10 +186,10 @@ def pieces(tensor: torch.Tensor, file: Path, name: str, base: int = 0) -> tuple[
 
 
 def load_without_data(opened: IO[bytes], source: str) -> Any:
-    """What torch.save wrote, its tensors without data, each storage checked to be a record of the file.
+    """What torch.save wrote, with tensors without data; each storage is checked to be a record of the file.
 
     Raises:
-        FormatError: it is something else.
+        FormatError: the file is something else, or damaged.
     """
     try:
         records, pickle_bytes = _records(opened, source)
@@ -208,7 +208,7 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
             f"{source} is not a file of torch.save, or it is truncated; one of torch before 1.6 must be saved again"
         ) from None
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # not torch's advice, which is to let it run
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # without torch's advice, which is to let the code run
         what = f" ({named[1]})" if named else ""
         raise FormatError(
             f"{source} holds more than tensors{what}, and loading it could run code: refused; save its state_dict alone"
@@ -230,10 +230,10 @@ def _load(path: Path) -> tuple[Any, int]:
 def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
     """Lengths of the records of a zip archive, by where their bytes begin; and the length of its pickle.
 
-    Torch reads the archive by itself: what another reader of zip may see in another way is refused.
+    Torch has a zip reader of its own: an archive that Python's reader may see differently is refused.
 
     Raises:
-        FormatError: torch could not bear it: a pickle (see `pickles.py`), or another order of bytes.
+        FormatError: torch could not load it safely: a pickle (see `pickles.py`), or another order of bytes.
         BadZipFile, ValueError: it is no archive of torch.
     """
     records, names, spans, pickles = {}, set(), [], []
@@ -241,7 +241,7 @@ def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
     _check_directory(opened, file_bytes)
     with zipfile.ZipFile(opened) as archive:
         for info in archive.infolist():
-            name = info.filename.lower()  # torch finds records so
+            name = info.filename.lower()  # torch ignores case when it looks for records
             if name in names or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise ValueError(f"record {quoted(info.filename)} stands twice, or is compressed")
             names.add(name)
@@ -268,10 +268,10 @@ def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
 
 
 def _refuse_odd(data: bytes, source: str) -> None:
-    """Of a pickle: tensors that torch cannot make without their data, and no pack could hold."""
+    """Refuse a pickle of tensors that torch cannot make without their data, and that no pack could hold."""
     if not any(function.encode() in data for function in _ODD):
         return
-    name = text = ""  # the string that what comes now belongs to; the one on top of the stack
+    name = text = ""  # the name of the value that comes now; the string on top of the stack
     memo: dict[Any, str] = {}
     for opcode, argument, _ in pickletools.genops(data):
         if "UNICODE" in opcode.name:
@@ -291,7 +291,7 @@ def _refuse_odd(data: bytes, source: str) -> None:
 
 
 def _check_directory(opened: IO[bytes], file_bytes: int) -> None:
-    """It ends with the file, and is not too large to be read, as `zipfile` does at once."""
+    """Check that the directory ends with the file, and is not too large for `zipfile`, which reads it at once."""
     tail_bytes = min(_END_64_BYTES + _LOCATOR_BYTES + _END_BYTES, file_bytes)
     opened.seek(file_bytes - tail_bytes)
     tail = opened.read(tail_bytes)
@@ -322,7 +322,7 @@ def _check_all(value: Any, records: Mapping[int, int], pickle_bytes: int, source
     def met(name: str) -> None:
         nonlocal taken
         taken += 1 + len(name) // _NAME_CHARACTERS_PER_BYTE
-        # A list that holds one list ten times multiplies what that one holds, be it nothing, in 20 bytes.
+        # A list that holds another list ten times multiplies the values in that by ten, and takes only 20 bytes.
         if taken > max(_VALUES_PER_BYTE * pickle_bytes, _ALWAYS_FINE):
             raise FormatError(f"{source} holds more values, or longer names, than its pickle of {pickle_bytes} B can")
 
@@ -338,7 +338,7 @@ def _check(tensor: torch.Tensor, records: Mapping[int, int], what: str) -> None:
         return
     if tensor.is_conj() or tensor.is_neg():
         raise FormatError(f"{what} is a conjugate or negative of its bytes; save it with .resolve_conj().resolve_neg()")
-    length = records.get(_offset(tensor), 0)  # its storage tells a multiple of that, in torch 2.9
+    length = records.get(_offset(tensor), 0)  # the storage itself reports a multiple of that, in torch 2.9
     last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     if (last + 1) * tensor.dtype.itemsize > length:
         raise FormatError(f"{what} reaches beyond its record of {length} B; damaged?")

@@ -1,11 +1,11 @@
 """Unpacking: packs back to what Hugging Face and torch read.
 
 Scope: safetensors, in one file or in shards with an index; what is common to all targets.
-Not here: which tensor stands where (`shards.py`), files of torch (`torch_files.py`), packs themselves (`reading.py`).
+Not here: which tensor is where (`shards.py`), files of torch (`torch_files.py`), packs themselves (`reading.py`).
 Owner: `unpack` opens, locks and closes all that it uses.
 
-Each chunk of the pack is read once, verified, decoded and written to where its tensors stand in the target. Those
-places are aligned to nothing, so the target is written through the page cache.
+Each chunk of the pack is read once, verified, decoded and written to the places of its tensors in the target. Those
+places are not aligned, so the target is written through the page cache.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tierstore.plan.order import natural_key
 
 @dataclass(frozen=True, slots=True)
 class UnpackOptions:
-    """What a person may choose.
+    """What the user may choose.
 
     Attributes:
         destination: a `.safetensors` or torch file, or a directory.
-        shard_bytes: the most of one file in a directory, if one tensor is not larger.
-        memory_bytes: the most that this process may take.
+        shard_bytes: the largest size of a file in a directory, unless one tensor is larger.
+        memory_bytes: the most memory that this process may take.
     """
 
     destination: Path
@@ -57,17 +57,17 @@ def unpack(
 ) -> list[Path]:
     """Write the tensors of an archive as an ordinary checkpoint, bit for bit as they were packed.
 
-    A name that shares its tensor with another one shares it in a torch file, and has a copy in safetensors.
+    Names that share a tensor share it in a torch file, too; in safetensors each has a copy.
 
     Args:
-        progress: told of content bytes as they are read, from another thread.
+        progress: called with content bytes as they are read, from another thread.
 
     Returns:
         The files written; an index comes last.
 
     Raises:
         ConfigError: the destination is there already.
-        StorageFull: the disk is too small; said before anything is written.
+        StorageFull: the disk is too small; raised before anything is written.
         ChecksumMismatch, FormatError, StorageError: the pack is damaged, or the system refused; nothing is left.
     """
     room = content_room(placed_chunks(files), options.memory_bytes)
@@ -135,7 +135,7 @@ class _Unpacking:
         """Write all data; the bytes are durable on return.
 
         Args:
-            targets: for each file, where the tensors stand that it holds.
+            targets: for each file, the offsets of the tensors that it holds.
         """
         stored_as = {name: name for name in self.specs} | self.aliases
         places: dict[str, list[tuple[Path, int]]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""What is computed on bytes that stay on a device: gradients are collected and measured, and weights updated.
+"""Computation on bytes that stay on a device: collecting gradients, summing their squares, updating weights.
 
 Scope: the CPU twin and CUDA.
-Not here: the kernels (`kernels/`, and of CUDA `device/gpu_kernels.py`), where the bytes are (`store/on_gpu.py`).
+Not here: the kernels (`kernels/`, for CUDA `device/gpu_kernels.py`), where the bytes are (`store/on_gpu.py`).
 Owner: nothing here has state; the caller owns storages and tensors, and holds them until a call returns.
 """
 
@@ -25,16 +25,16 @@ from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, up
 from tierstore.kernels.elements import Array, elements_of
 
 Run = tuple[int, int, AdamCoefficients]
-"""Elements `[start, stop)`, and what they get."""
+"""Elements `[start, stop)`, and their coefficients."""
 Sums = npt.NDArray[np.float64]
 _LANES_BYTES = compiled.LANES * 8
-"""Of a block that is measured."""
+"""Size of the partial sums of one block."""
 MOST_MEASURED = 2**28
-"""Elements of a gradient that is measured: what threads pin for themselves has room for the sums of more than that."""
+"""The most elements of a gradient whose squares are summed: a thread's pinned memory has room for the partial sums."""
 
 
 class Piece(NamedTuple):
-    """A gradient, 1-D, at element `start` of a whole; `is_first` of this step there, else it is added."""
+    """A 1-D gradient from element `start` of a whole on. The first one of a step there is copied, others are added."""
 
     start: int
     gradient: torch.Tensor
@@ -42,12 +42,13 @@ class Piece(NamedTuple):
 
 
 class Collection(NamedTuple):
-    """Gradients that come to their place.
+    """Gradients to be brought to their place.
 
     Attributes:
-        parts: valid by now.
-        total: of the device. It holds nothing of this step yet if `is_new`; what no part covers then becomes zero.
-        out: gets the sums of squares of `total`, as `kernels.norms.square_sums` has them; None: nobody wants them.
+        parts: the gradients; they are valid by now.
+        total: the place, on the device. If `is_new`, it holds nothing of this step yet, and elements that no part
+            covers become zero.
+        out: gets the sums of squares of `total`, as from `kernels.norms.square_sums`; None: they are not wanted.
     """
 
     dtype: str
@@ -61,7 +62,7 @@ class Update(NamedTuple):
     """One Adam step of runs of elements, in their order.
 
     Attributes:
-        state: of one chunk after the other, which have `chunk_elements` but for the last, which may have less.
+        state: the states of the chunks, one after the other; each has `chunk_elements`, the last may have fewer.
     """
 
     dtype: str
@@ -79,7 +80,7 @@ class Arithmetic(Protocol):
     """
 
     def why_not(self, dtypes: Iterable[str]) -> str | None:
-        """None if it works for weights of these dtypes, and is compiled for them; else what is missing."""
+        """None if it works for weights of these dtypes, and is compiled for them; otherwise what is missing."""
 
     def collect(self, collections: Sequence[Collection]) -> None:
         """Brings gradients to their place, one collection after the other."""
@@ -125,8 +126,9 @@ class GpuArithmetic:
     """Kernels on a stream of their own.
 
     Args:
-        queue: makes that stream current, and waits on the host for what was queued in there. One thread at a time.
-        passing: pinned memory of the calling thread.
+        queue: makes that stream current in its block, for one thread at a time, and then waits on the host for what was
+            queued.
+        passing: returns pinned memory of the calling thread.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class GpuArithmetic:
                 for one, here in zip(some, lanes):
                     whole = _tensor(one.total)
                     _bring(one.parts, whole.view(TORCH_DTYPES[one.dtype]), is_new=one.is_new)
-                    if one.out is not None:  # not `lanes.cpu()`, which would wait while others wait for their turn
+                    if one.out is not None:  # not `lanes.cpu()`: it would wait here, where others wait for their turn
                         torch.from_numpy(here).copy_(gpu_kernels.square_lanes(one.dtype, whole), non_blocking=True)
             for one, here in zip(some, lanes):
                 if one.out is not None:
@@ -183,7 +185,7 @@ def _address(span: Span) -> int:
 
 
 def _runs(collections: Sequence[Collection], blocks: int) -> Iterator[list[Collection]]:
-    """In runs of so many measured blocks at most, or of one collection."""
+    """Runs of consecutive collections, whose squares are summed in at most `blocks` blocks; a run may be only one."""
     run: list[Collection] = []
     room = blocks
     for one in collections:

@@ -4,17 +4,17 @@ Scope: fp32, bf16 and fp16 weights, state and gradients that lie in the memory o
     torch for CUDA.
 Not here: the arithmetic's source and the layout of a state (see `kernels/compiled.py`, `kernels/adam.py`), when and on
     which stream an update runs.
-Owner: none; the caller owns the tensors, and orders what else uses them.
+Owner: none; the caller owns the tensors, and orders other uses of them.
 
 [Note: the same bits on a GPU] IEEE operations in the order of `kernels/compiled.py`, without contraction
 (`enable_fp_fusion=False` reaches LLVM and ptxas), denormals kept. Roots and quotients are PTX instructions: Triton 3.5
-makes `.ftz` ones of its `sqrt_rn` and `div_rn`, which take denormals for zero. The payload of a NaN is unspecified.
+compiles its `sqrt_rn` and `div_rn` to `.ftz` ones, which treat denormals as zero. The payload of a NaN is unspecified.
 Where the threads of the CPU flush denormals (`torch.set_flush_denormal`), results differ from theirs.
 
 [Note: kernels without Triton] Functions marked `_kernel` are ordinary ones until `_kernels` is first called, so that
-this module can be imported where Triton is not. They call each other, and see `tl`, by their global names. Of what they
-are launched with, only a constexpr selects another compilation (by default, so does an integer or an address that is
-divisible by 16): `warm_up` knows all there are.
+this module can be imported without Triton. They find each other, and `tl`, by global names. Of the arguments of a
+launch, only a constexpr selects another compilation (by default, divisibility of an integer or address by 16 does so,
+too): so `warm_up` can compile all variants.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.int16, "fp16": torch.float16}
-"""Of weights and gradients in the kernels; bf16 as its bits."""
+"""Types of weights and gradients in the kernels; bf16 as its bits."""
 _TILE = 1024  # elements of a program of 128 threads
-_VECTOR = 4  # elements of a load: 16 B of fp32, and 8 B of the others, so that a thread has the same ones of all arrays
+_VECTOR = 4  # elements of a load: 16 B of fp32, 8 B of the others: a thread has the same elements of all arrays
 _ROWS = 64  # runs of a launch
-_ROWS_AHEAD = 64  # of a block of squares: its loads wait for no sum, and ptxas starts as many as registers allow
-_SQUARES_WARPS = 1  # two lanes a thread: with more threads, ptxas saves registers, and 8 rows are under way and not 18
+_ROWS_AHEAD = 64  # unrolled rows of a block of squares: loads wait for no sum; ptxas starts as many as registers allow
+_SQUARES_WARPS = 1  # two lanes a thread: with more threads, ptxas saves registers, and 8 rows are in flight, not 18
 _cuda: Any = torch.cuda  # its functions are untyped
 _sources: list[Callable[..., Any]] = []
 
@@ -68,8 +68,8 @@ def _adam_kernel(
     table: tl.tensor, DTYPE: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, VECTOR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Each program has the elements [start, stop) of a run that are in one tile; tiles are counted from element 0 of
-    what the run is of. A tile is in one chunk.
+    """Each program updates the elements [start, stop) of a run that are in one tile. Tiles are counted from element 0
+    of the weights; each tile is in one chunk.
 
     Args:
         table: int64 [1 + fields of `_Run` + scalars, ROWS], see `_table`.
@@ -122,8 +122,8 @@ def _scalar(column: tl.tensor, NUMBER: tl.constexpr, ROWS: tl.constexpr) -> tl.t
 def _at(
     base: tl.tensor, first: tl.tensor, ALIGNED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr
 ) -> tl.tensor:
-    """The addresses of a tile's elements; ALIGNED: that of the first is a multiple of VECTOR elements."""
-    address = base + first  # here: said of an argument, it would be lost
+    """The addresses of a tile's elements; ALIGNED: the first address is a multiple of VECTOR elements."""
+    address = base + first  # the hint comes after this: given for an argument, it would be lost
     if ALIGNED:
         address = tl.multiple_of(address, VECTOR * address.dtype.element_ty.primitive_bitwidth // 8)
     return address + tl.arange(0, TILE)
@@ -207,7 +207,7 @@ def _square_lanes_kernel(
     gradient: tl.tensor, lanes: tl.tensor, elements: tl.int64,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Each program has a block, and each of its threads some lanes."""
+    """Each program sums one block, and each of its threads some lanes."""
     block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     count = tl.minimum(elements - block * BLOCK, BLOCK).to(tl.int32)
     gradient += block * BLOCK
@@ -235,7 +235,7 @@ def _kernels() -> _Kernels:
 
 
 def why_not(dtypes: Iterable[str], device: torch.device) -> str | None:
-    """None if Triton works on this device for these dtypes, which are warm then; else why not, in one sentence.
+    """None if Triton works on this device for these dtypes, and is warmed up; otherwise why not, in one sentence.
 
     Blocks, Threads: as `warm_up`.
     """
@@ -245,15 +245,15 @@ def why_not(dtypes: Iterable[str], device: torch.device) -> str | None:
         raise
     except ModuleNotFoundError as error:
         return f"Triton is not installed: {error}"
-    except Exception as error:  # of a compiler, a driver, a file system: nobody lists them
+    except Exception as error:  # from a compiler, a driver or a file system: there is no list of them
         return f"Triton does not work on {device}: {first_line(error)}"
     return None
 
 
 def warm_up(dtypes: Iterable[str], device: torch.device) -> None:
-    """Compiles and loads all that `adam` and `square_lanes` of these dtypes run on this device, and waits for it.
+    """Compiles and loads all that `adam` and `square_lanes` run for these dtypes on this device, and waits for it.
 
-    Blocks: for seconds with an empty cache of Triton's.
+    Blocks: for seconds if Triton's cache is empty.
     Threads: one at a time; later calls of the other functions may come from any.
     """
     for dtype in dtypes:
@@ -273,11 +273,11 @@ class AdamStep(NamedTuple):
     """`kernels.adam.update` of runs of elements, in place.
 
     Attributes:
-        weights, state, gradient: addresses in the memory of a device, multiples of 4 B. Loads are narrower where one is
-            not a multiple of 16 B, or `elements` not one of 4.
-        state: of one chunk after the other, see [Note: state of a chunk].
-        chunk_elements: of each chunk but the last. What is one chunk may have less.
-        runs: start, stop and coefficients, in their order; they do not overlap.
+        weights, state, gradient: addresses in the memory of a device, multiples of 4 B. Loads are narrower if one is
+            not a multiple of 16 B, or `elements` is not a multiple of 4.
+        state: the states of the chunks, one after the other, see [Note: state of a chunk].
+        chunk_elements: size of each chunk; the last one, or the only one, may have fewer elements.
+        runs: start, stop and coefficients of each run, in order; runs do not overlap.
     """
 
     dtype: str
@@ -290,8 +290,8 @@ class AdamStep(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A column of what a launch has: in its table these come after the first program of each run, and before the bits
-    of its scalars."""
+    """A run in the table of a launch: a column has the number of the run's first program, these fields, and the bits of
+    its scalars."""
 
     first_tile: int
     start: int
@@ -308,10 +308,10 @@ class _Run(NamedTuple):
 
 
 def adam(device: torch.device, steps: Sequence[AdamStep]) -> None:
-    """Some Adam steps, queued on the current stream of a device.
+    """Queues Adam steps on the current stream of a device.
 
     Raises:
-        ConfigError: numbers make no sense; nothing was queued.
+        ConfigError: the numbers of a step make no sense; nothing was queued.
     """
     launches: dict[tuple[str, bool, bool], list[tuple[_Run, compiled.Scalars]]] = {}
     known: dict[AdamCoefficients, compiled.Scalars] = {}
@@ -335,7 +335,7 @@ def adam(device: torch.device, steps: Sequence[AdamStep]) -> None:
 
 
 def _table(runs: Sequence[_Run], scalars: Sequence[compiled.Scalars]) -> torch.Tensor:
-    """What `_adam_kernel` reads, on the host; no program comes to the rows that are not used."""
+    """The table that `_adam_kernel` reads, on the host; no program uses the columns that are left over."""
     table = np.full((1 + len(_Run._fields) + len(compiled.Scalars._fields), _ROWS), np.iinfo(np.int64).max)
     used = table[:, : len(runs)]
     used[0] = list(itertools.accumulate((run.programs for run in runs[:-1]), initial=0))
@@ -363,7 +363,7 @@ def _is_aligned(step: AdamStep) -> bool:
 
 
 def square_lanes(dtype: str, gradient: torch.Tensor) -> torch.Tensor:
-    """What `compiled.square_sums` has in its lanes: its `add_lanes` of them, on the host, gives its sums.
+    """The lanes of `compiled.square_sums`: `compiled.add_lanes` of them, on the host, gives its sums.
 
     Queued on the current stream of the gradient's device.
 

@@ -1,26 +1,27 @@
 """What a compute device can do, and the choice of one.
 
-Scope: the face that the layers above use, marks on the compute stream, counters of the link.
+Scope: the interface that the layers above use, marks on the compute stream, counters of the link.
 Not here: the two implementations (see `device/transfers.py`).
-Owner: nothing here has state but the counters, which take their own lock.
+Owner: nothing here has state except the counters, which take their own lock.
 
 [Note: streams and the allocator]
-Streams meet at a group's storage: the compute stream, one that copies in (h2d), one that copies out (d2h), one that
-updates, and of several ranks one that gathers.
-* A storage is allocated while h2d is current, so its block belongs to h2d: freed, it may be handed out again at once to
-  the next allocation on h2d, and be written by a copy that is not ordered after the compute stream. Hence `release`
-  waits on the host for a mark that the compute thread recorded after its last use. Of a tensor that somebody may keep
-  nobody knows the last use: the allocator is told of the stream (`record_stream`), and looks when it goes.
+Several streams use a group's storage: the compute stream, one that copies in (h2d), one that copies out (d2h), one that
+updates and, with several ranks, one that gathers.
+* A storage is allocated while h2d is current, so its block belongs to h2d: once freed, it may be given at once to the
+  next allocation on h2d, and be written by a copy that is not ordered after the compute stream. Hence `release` waits
+  on the host for a mark that the compute thread recorded after its last use. The last use of a tensor that somebody may
+  keep is not known: the allocator is told of the stream (`record_stream`), and checks that when the tensor is freed.
 * `copy_in` returns only when the bytes are there: kernels launched later need no event, and the host buffer is free.
 * `copy_out` waits on the host for its mark, so that a copy whose mark is far off does not hold up those behind it on
   d2h, and returns only when the bytes have arrived. Its caller holds the sources until then, so that their blocks,
-  which belong to the compute stream, are not handed out again under the copy.
-* Threads take turns at queueing a copy and the event behind it. An event that others' copies come before is reached
-  with the last of them: all would wake together, and the stream have nothing to do until then.
-* Updates and norms of what lives here run on a stream of their own, as copies do: they begin when the host has waited
-  for what they read, and for what reads what they write; they end when the host has waited for them.
-* A failed issue still waits for the copies issued before it: no buffer is given back while a DMA may use it.
-No object outlives a call with an event inside, so there is no event to lose.
+  which belong to the compute stream, are not reused during the copy.
+* Threads take turns to queue a copy and the event behind it. Otherwise several copies could be queued before all their
+  events, which would be reached only after the last copy: all threads would wake together, with the stream idle.
+* Updates and norms of state on the device run on a stream of their own, as copies do. Before they begin, the host has
+  waited for the work that writes what they read, or reads what they write; at their end the host waits for them.
+* If queueing a copy fails, the call still waits for the copies queued before: no buffer is given back while a DMA may
+  use it.
+Apart from marks, no object that outlives a call holds an event, so there is no event to lose.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Mark(Protocol):
 
 
 class Reached:
-    """A mark with nothing before it that is not over."""
+    """A mark that is reached already."""
 
     def synchronize(self) -> None:
         return None
@@ -74,7 +75,7 @@ class LinkTraffic:
 
 
 class LinkCounters:
-    """Counts what has reached the other tier, most of it by copies. Any thread.
+    """Counts the bytes that have reached the other tier, mostly by copies. Any thread.
 
     Args:
         clock: seconds, monotonic; that of the tracer, if there is one.
@@ -98,12 +99,12 @@ class LinkCounters:
                 self._totals = LinkTraffic(t.h2d_bytes, t.d2h_bytes + nbytes)
 
     def totals(self) -> LinkTraffic:
-        """Both figures, of one moment."""
+        """Both figures, as of one moment."""
         return self._totals
 
 
 class ComputeDevice(Protocol):
-    """Where groups are computed on. See [Note: streams and the allocator].
+    """A device that computes groups. See [Note: streams and the allocator].
 
     Copies never touch the version counter of a tensor: a storage is written through an alias.
     """
@@ -118,19 +119,19 @@ class ComputeDevice(Protocol):
 
     @property
     def at_once_bytes(self) -> int:
-        """So many bytes may be copied on the loop thread: that takes less time than the way to a worker and back."""
+        """The most bytes to copy on the loop thread: that takes less time than the hop to a worker and back."""
 
     @property
     def small_bytes(self) -> int:
-        """So many bytes take less time to copy than a job of their own."""
+        """The most bytes whose copy takes less time than a job of its own."""
 
     @property
     def counters(self) -> LinkCounters:
-        """What moved over the link."""
+        """Counters of what moved over the link."""
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What is computed here beside the model."""
+        """Computation on this device beside that of the model."""
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Gives an empty storage its memory, contents undefined. Any thread.
@@ -141,43 +142,43 @@ class ComputeDevice(Protocol):
         """
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
-        """Host bytes to a range of a storage; several workers may fill different ranges at once.
+        """Copies host bytes to a range of a storage; several workers may fill different ranges at once.
 
         Threads: a worker; the loop's for at most `at_once_bytes`. Blocks: until the bytes are valid for kernels
         launched from now on, on any stream.
         """
 
     def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
-        """A range of a storage itself, where the processor reaches it; None: it has to be copied.
+        """A view of a range of a storage, if the CPU can access it; None: the range has to be copied.
 
-        Whoever uses it sees to it that the storage is not released meanwhile, waits for its own mark, as for copies,
-        and counts what reaches the other tier. Threads: any.
+        The caller ensures that the storage is not released meanwhile, waits for its own mark, as for copies, and counts
+        the bytes that reach the other tier. Threads: any.
         """
 
     def address_of(self, tensor: torch.Tensor) -> int | None:
-        """Where the elements of a contiguous tensor lie, if the processor reaches them; None: they have to be copied.
+        """The address of a contiguous tensor's elements, if the CPU can access them; None: they have to be copied.
 
-        Threads: any; who reads there waits for its own mark, as for copies.
+        Threads: any; the reader waits for its own mark, as for copies.
         """
 
     def record(self) -> Mark:
-        """A mark after all that the calling thread's current compute stream has queued so far.
+        """A mark after all work that is queued so far on the calling thread's current compute stream.
 
         Threads: the one that launches the compute (training or autograd).
         """
 
     def stream(self) -> Hashable:
-        """What tells the calling thread's current compute stream from others."""
+        """A key that tells the calling thread's current compute stream from others."""
 
     def record_stream(self, storage: torch.UntypedStorage) -> None:
-        """A storage that is not released, but goes with its last reference, may be used until then.
+        """Notes that the current stream uses a storage that is not released, but freed with its last reference.
 
-        Nobody is given its memory before what the stream that is current now has queued by then is over. Threads: as
-        for `record`.
+        Its memory is reused only after all work that this stream has queued by the time it is freed. Threads: as for
+        `record`.
         """
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
-        """Elements of tensors, in order, to host bytes; tensors need not be contiguous.
+        """Copies elements of tensors, in order, to host bytes; tensors need not be contiguous.
 
         Threads: a worker; the loop's for at most `at_once_bytes`. Blocks: until all bytes have arrived; the caller
         holds the sources until then.
@@ -187,10 +188,10 @@ class ComputeDevice(Protocol):
         """
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
-        """A range of a storage to host bytes. Threads and Blocks as for `copy_out`."""
+        """Copies a range of a storage to host bytes. Threads and Blocks as for `copy_out`."""
 
     def copy_out_ranges(self, ranges: Sequence[tuple[torch.UntypedStorage, int, Bytes]], after: Mark) -> None:
-        """The same of several, in one go: storage, offset and destination of each."""
+        """`copy_out_range` for several ranges in one go: storage, offset and destination of each."""
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         """Launches work that other ranks take part in, on the stream of a link, and waits for it.
@@ -198,15 +199,15 @@ class ComputeDevice(Protocol):
         Threads: one per link. Blocks: until the results are valid for kernels launched from now on, on any stream.
 
         Raises:
-            TimeoutError: the others did not come in time. (On a CPU the process group itself says so.) After this or
-                another error a GPU may still write what was launched for: no memory is released any more.
+            TimeoutError: the other ranks did not take part in time. (On a CPU the process group itself raises.) After
+                this or another error a GPU may still write results of the work: no memory is released any more.
         """
 
     def passing(self) -> Bytes:
-        """Some host memory of the calling thread's own, for what passes through on its way; contents undefined."""
+        """Host memory of the calling thread's own, for data that only pass through; contents undefined."""
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
-        """Takes a storage's memory away, once the mark is reached.
+        """Frees a storage's memory, once the mark is reached.
 
         Threads: a worker; the loop's for at most `at_once_bytes`. Blocks: until then.
         """
@@ -222,7 +223,7 @@ class ComputeDevice(Protocol):
         """Undoes `pin`, for the same range; no copy may be in flight there."""
 
     def current(self) -> AbstractContextManager[None]:
-        """In here it is the calling thread's current device."""
+        """In this block it is the calling thread's current device."""
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """A named range in a profile (NVTX); ranges may overlap, and end in another thread."""
@@ -234,7 +235,7 @@ def open_device(
     """The device called "cpu", "cuda" or "cuda:N".
 
     Args:
-        tracer: gets a span for each copy; what it measures is a range in CUDA's profilers too.
+        tracer: gets a span for each copy; blocks that it measures are ranges in CUDA's profilers, too.
 
     Raises:
         ConfigError: there is no such device here.
@@ -252,7 +253,7 @@ def open_device(
 
 
 def check_device(name: str) -> torch.device:
-    """The device of that name, where nothing is begun.
+    """The device of that name; it is not initialized.
 
     Raises:
         ConfigError: as `open_device`.

@@ -1,7 +1,7 @@
 """Copies between host buffers and the storages of a device.
 
 Scope: the CPU twin and CUDA.
-Not here: the face and the reasoning about streams (see `device/streams.py`).
+Not here: the interface and the reasoning about streams (see `device/streams.py`).
 Owner: a `CudaDevice` owns its streams; the caller owns storages and buffers.
 """
 
@@ -30,7 +30,7 @@ from tierstore.errors import BudgetError
 _POLL_S = 5e-5
 _PASSING_BYTES, _PINNED_PASSING_BYTES = 2**18, 2**22  # of each thread that updates, beside the budgets
 _LIBC = ctypes.CDLL(None)
-_MAPPED_APART_BYTES = 2**25  # the most that glibc's threshold for that (M_MMAP_THRESHOLD) grows to by itself
+_MAPPED_APART_BYTES = 2**25  # the largest value to which glibc raises M_MMAP_THRESHOLD by itself
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
 
 
@@ -40,9 +40,9 @@ def _check_host(array: Bytes) -> None:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, one after another; a copy of one that is not contiguous."""
+    """The bytes of a tensor, one after another; a copy if the tensor is not contiguous."""
     flat = tensor.detach().contiguous()
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # torch leaves one element any stride
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _check_empty(storage: torch.UntypedStorage) -> None:
@@ -68,7 +68,8 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 def _give_back_pages(storage: torch.UntypedStorage) -> None:
     """Gives back the pages of a large storage without the GIL, which `resize_` would hold for milliseconds.
 
-    Only where the allocator has certainly mapped it apart; smaller memory it may keep for the next one, pages and all.
+    Only if the allocator has certainly mapped it separately. It may keep smaller memory, with its pages, for the next
+    allocation.
     """
     if storage.nbytes() >= _MAPPED_APART_BYTES:
         first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -77,7 +78,7 @@ def _give_back_pages(storage: torch.UntypedStorage) -> None:
 
 
 def _enlarge(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """As its own `resize_`, which holds the GIL while the allocator asks the driver, or waits for the whole device."""
+    """As `storage.resize_`, which would hold the GIL while the allocator asks the driver or waits for the device."""
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,)).resize_(nbytes)
 
 
@@ -89,7 +90,7 @@ class CpuDevice:
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
-    # A group of 393 KB costs training 150 us less so than by a worker (`bench step --heat cost`, 2 cores, 2026-11-25).
+    # A group of 393 KB costs training 150 us less than by a worker (`bench step --heat cost`, 2 cores, 2026-11-25).
     at_once_bytes = 2**19
     small_bytes = 2**20
 
@@ -177,7 +178,7 @@ class CpuDevice:
 
 
 class _EventMark:
-    """An event, asked with its GPU current: another one, of a thread that named none, would get a context for that."""
+    """An event, used with its GPU current: in a thread that has set none, another GPU would get a context for that."""
 
     def __init__(self, event: Any, current: Callable[[], AbstractContextManager[None]]) -> None:
         self._event = event
@@ -193,7 +194,7 @@ class _EventMark:
 
 
 class _Queue:
-    """A stream, and whose turn it is to queue work there: a mark is to come right behind the work that it is for."""
+    """A stream, and a lock for turns to queue work there: an event must come right behind its own work."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -203,7 +204,7 @@ class _Queue:
 class CudaDevice:
     """One GPU, with a stream each to copy in, to copy out and to update. See [Note: streams and the allocator].
 
-    Worker threads have device 0 current until they say otherwise, whatever this one is.
+    Worker threads have device 0 current until they set another one, whichever GPU this is.
 
     Args:
         cuda: `torch.cuda`, or what a test puts in its place.
@@ -225,14 +226,14 @@ class CudaDevice:
         self.arithmetic: Arithmetic = GpuArithmetic(torch_device, update, self.passing)
         self._passing = threading.local()
         self._unended: list[Callable[[], object]] = []
-        # Before the compute stream's kernels: what they wait for next depends on these.
+        # With a higher priority than the compute stream, whose next kernels wait for results of these.
         self._links = {link: cuda.Stream(device=torch_device, priority=-1) for link in ("gather", "reduce")}
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if self._unended and storage.nbytes() == nbytes:
             return
         _check_empty(storage)
-        # New memory that torch fills is written by a kernel, which others than copies (gathers) do not wait for.
+        # If torch fills new memory, a kernel on h2d writes it. Copies come after that, but gathers do not wait for h2d.
         fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         is_filled = torch.are_deterministic_algorithms_enabled() and fills
         try:
@@ -277,7 +278,7 @@ class CudaDevice:
         with self._finished(self._d2h):
             # A tensor that is not contiguous is first made so on d2h: its temporary belongs to that stream.
             there = [flat_bytes(source) for source in sources]
-            if there:  # in one call, that comes back once for the interpreter, for which others wait, too
+            if there:  # in one call, which takes the GIL back only once: other threads wait for it, too
                 here = [torch.from_numpy(destination) for destination in destinations]
                 torch._foreach_copy_(here, there, non_blocking=True)
         moved_bytes = sum(destination.nbytes for destination in destinations)
@@ -297,12 +298,12 @@ class CudaDevice:
                 launch()
                 event.record(self._links[link])
             deadline = time.monotonic() + timeout_s
-            while not event.query():  # not synchronize(): the rank that it waits for may be gone
+            while not event.query():  # not synchronize(): the rank that the work waits for may be gone
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{link} did not end within {timeout_s} s")
                 time.sleep(_POLL_S)
         except BaseException:
-            self._unended.append(launch)  # with what it uses: that may be written for as long as the process lives
+            self._unended.append(launch)  # keeps its buffers: they may be written as long as the process lives
             raise
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
@@ -324,7 +325,7 @@ class CudaDevice:
         with self.current():
             code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE))
         if code:
-            with contextlib.suppress(RuntimeError):  # who launches a kernel next would be told of it once more
+            with contextlib.suppress(RuntimeError):  # otherwise the next launch of a kernel would raise this error
                 torch.zeros(1, device=self.torch_device)
             raise BudgetError(f"CUDA could not pin {nbytes} B ({format_size(nbytes)}): error {code}; give less memory")
 

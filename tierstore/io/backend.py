@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.errors import ClosedError
-from tierstore.io.block_file import BlockFile as BlockFile  # as `storage_errors`: for those who use a backend
+from tierstore.io.block_file import BlockFile as BlockFile  # exported, as `storage_errors`, for users of a backend
 from tierstore.io.block_file import storage_error
 from tierstore.io.block_file import storage_errors as storage_errors
 
@@ -48,7 +48,7 @@ class Traffic:
 
 
 class Counters:
-    """What really moved, call by call, re-issued bytes included. Any thread.
+    """Totals of what each call really moved, including bytes that were issued again. Any thread.
 
     Args:
         clock: seconds, monotonic.
@@ -76,7 +76,7 @@ class Counters:
             )
 
     def totals(self) -> Traffic:
-        """All six figures, of one moment."""
+        """All six figures, as of one moment."""
         return self._totals
 
 
@@ -93,38 +93,38 @@ class Backend:
     Threads: any.
 
     Attributes:
-        counters: of all its files together.
-        buffered_directories: those of files that could not be opened with O_DIRECT; to be said once.
+        counters: totals of all its files together.
+        buffered_directories: where files could not be opened with O_DIRECT; the user is told once.
     """
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.buffered_directories: set[Path] = set()
-        self._running: dict[int, _Call] = {}  # by thread; in the order in which they were begun
+        self._running: dict[int, _Call] = {}  # by thread, in the order in which the calls began
         self._latest: _Call | None = None
         self._refusal: str | None = None
 
     def in_flight(self) -> list[str]:
-        """One line per call of the system that has not returned. Any thread."""
+        """One line per system call that has not returned. Any thread."""
         now = self.counters.clock()
         return [f"{call.action} of {call.path}, for {now - call.start:.1f} s" for call in self._running.copy().values()]
 
     def threads_in_flight(self) -> list[int]:
-        """Numbers of the threads that wait for those calls. Any thread."""
+        """Identifiers of the threads that wait for system calls. Any thread."""
         return list(self._running.copy())
 
     def pulse(self) -> tuple[object, bool]:
-        """The call that has run the longest and True; or the last one and False, if none runs. Any thread.
+        """The system call that has run the longest and True or, if none runs, the latest one and False. Any thread.
 
-        As long as it is the same, nothing moves.
+        While the result stays the same, nothing moves.
         """
         oldest = next(iter(self._running.copy().values()), None)
         return oldest or self._latest, oldest is not None
 
     def refuse(self, reason: str) -> None:
-        """From now on whoever works with this stops at their next call: nobody waits for them any more. Any thread.
+        """From now on work on this backend fails at its next system call: nobody waits for it any more. Any thread.
 
-        What removes and closes still works.
+        Removing and closing still work.
         """
         self._refusal = reason
 
@@ -135,11 +135,11 @@ class Backend:
         therefore buffers in spite of O_DIRECT, and it needs new space each time.
 
         Args:
-            holes: (offset, bytes), in order: no space is taken there before it is written.
+            holes: (offset, bytes), in order: no space is allocated there until it is written.
 
         Raises:
             StorageFull: not enough space; the new file was removed again.
-            StorageError: it exists already (and was left alone), or the system refused (and it was removed).
+            StorageError: the file exists already (and was left alone), or the system refused (and it was removed).
         """
         descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._overwrite_in_place(descriptor)
@@ -155,8 +155,8 @@ class Backend:
         """Opens an existing file, with O_DIRECT if the filesystem takes it.
 
         Args:
-            direct: False for what is written at offsets that nobody aligned.
-            is_counted: its transfers are part of the traffic.
+            direct: False for transfers at unaligned offsets.
+            is_counted: whether its transfers are part of the traffic.
         """
         flags = os.O_RDWR if writable else os.O_RDONLY
         if not direct:
@@ -173,7 +173,7 @@ class Backend:
         return BlockFile(self, path, descriptor, direct=False, is_counted=is_counted)
 
     def allocate(self, path: Path, size_bytes: int, holes: Sequence[tuple[int, int]] = ()) -> None:
-        """Has an existing file hold all its space, as `create` does; its bytes stay.
+        """Allocates all the space of an existing file, as `create` does; its bytes stay.
 
         Raises:
             StorageFull: not enough space; the file may hold part of it.
@@ -181,7 +181,7 @@ class Backend:
         self._allocate(self._open(path, os.O_RDWR, 0), size_bytes, path, holes)
 
     def lacks_room(self, path: Path, nbytes: int) -> bool:
-        """Whether a file takes less than that, because it has holes, and not because it is compressed."""
+        """Whether a file takes less disk space than `nbytes` because it has holes (not because it is compressed)."""
         descriptor = self._open(path, os.O_RDONLY, 0)
         try:
             with self.calling("inspection", path):
@@ -207,10 +207,10 @@ class Backend:
             self._close(descriptor, path)
 
     def clone(self, source: Path, target: Path) -> bool:
-        """Makes a new file that shares the blocks of another, where the file system can (a reflink).
+        """Makes a new file that shares the blocks of another one, where the file system can (a reflink).
 
         Returns:
-            False: it cannot, and nothing was made.
+            False if the file system cannot; then nothing was made.
         """
         flags = os.O_CREAT | os.O_EXCL
         with self._both(source, target, flags) as (reading, writing), self.calling(f"clone of {source}", target):
@@ -221,7 +221,7 @@ class Backend:
         return is_made
 
     def copy_range(self, source: Path, target: Path, offset: int, nbytes: int) -> None:
-        """Copies bytes of a file to the same place of another. Not counted: traffic is that of chunks.
+        """Copies bytes of a file to the same place in another one. Not counted: traffic means chunks only.
 
         Raises:
             StorageError: the system refused, or the source ends too early.
@@ -257,13 +257,13 @@ class Backend:
             self._call_replace(source, destination)
 
     def write_file(self, path: Path, data: bytes, mode: int | None = None) -> None:
-        """A small file of these bytes, which are durable, as its name is once the directory is synced.
+        """Writes a small file. Its bytes are durable on return, its name once the directory is synced.
 
-        A leftover of that name is overwritten, in the room that it has, for a full disk gives no other; a link is not
-        followed. Not counted: traffic is that of chunks.
+        A leftover of that name is overwritten in the space that it has, because a full disk gives no more; a link is
+        not followed. Not counted: traffic means chunks only.
 
         Args:
-            mode: None: as any new file's.
+            mode: None: the default mode of a new file.
 
         Raises:
             StorageFull, StorageError: part of it may have been written.
@@ -273,7 +273,7 @@ class Backend:
             self._overwrite_in_place(descriptor)
             if mode is not None:
                 with self.calling("setting the mode", path):
-                    os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
+                    os.fchmod(descriptor, mode)  # otherwise a leftover keeps its own mode
             file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
             file.write_from(np.frombuffer(data, np.uint8), 0)
             if os.fstat(descriptor).st_size > len(data):
@@ -296,18 +296,18 @@ class Backend:
             self._close(descriptor, path)
 
     def make_directory(self, path: Path, mode: int = 0o700) -> None:
-        """Makes a directory if it is not there; its parent must be."""
+        """Makes a directory if it does not exist; its parent must exist."""
         with self.calling("making", path), contextlib.suppress(FileExistsError):
             self._call_mkdir(path, mode)
 
     def make_directories(self, path: Path, mode: int = 0o777) -> bool:
-        """Makes a directory, and those above it, where they are not there; the name of each new one is durable.
+        """Makes a directory and its missing parents; the name of each new one is durable.
 
         Args:
-            mode: of the directory itself.
+            mode: mode of the directory itself.
 
         Returns:
-            Whether it was made.
+            False if the directory existed already.
         """
         with self.calling("making", path):
             missing = [directory for directory in (path, *path.parents) if not directory.exists()]
@@ -317,16 +317,16 @@ class Backend:
         return bool(missing)
 
     def make_empty(self, path: Path) -> None:
-        """Makes an empty file; one that is there stays as it is."""
+        """Makes an empty file; an existing one stays as it is."""
         self._close(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), path)
 
     def remove(self, path: Path) -> None:
-        """Removes one file, which must be there."""
+        """Removes one file, which must exist."""
         with self.calling("removal", path, is_ending=True):
             self._call_unlink(path)
 
     def names(self, path: Path) -> list[str]:
-        """What a directory holds, sorted."""
+        """Names of the entries of a directory, sorted."""
         with self.calling("listing", path):
             return sorted(self._call_list(path))
 
@@ -359,10 +359,10 @@ class Backend:
 
     @contextlib.contextmanager
     def calling(self, action: str, path: Path, *, is_ending: bool = False) -> Iterator[None]:
-        """A call of the system, of one's own too: told while it runs, its error in words.
+        """Around a system call, also a caller's own: it is shown as in flight, and its error becomes a `StorageError`.
 
         Args:
-            is_ending: it removes or closes something.
+            is_ending: the call removes or closes something.
 
         Raises:
             StorageError: the system refused.
@@ -387,7 +387,7 @@ class Backend:
 
         return timed
 
-    # The system calls. The path is for faults and fakes that act on some files only.
+    # The system calls. The path is for the faults and fakes of tests, which act on some files only.
 
     def _call_open(self, path: Path, flags: int, mode: int) -> int:
         return os.open(path, flags, mode)

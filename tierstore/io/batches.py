@@ -1,12 +1,12 @@
-"""Small work for a thread, as much of it in one job as has come while the job before was under way.
+"""Small work for a thread in batches: a job takes all items that came while the job before it was running.
 
-Scope: gathering items, one job after the other, and their end.
+Scope: gathering items, running one job at a time, completing its items.
 Not here: what is done with the items; threads (`workers.py`).
 Owner: the loop thread.
 
-[Note: batches] The way to a thread and back takes longer than what a GPU does in most jobs, and the interpreter's turns
-that it takes are turns that the thread which launches the model's kernels waits for. Nobody waits for company: who
-finds the thread idle goes at once.
+[Note: batches] A hop to a thread and back takes longer than the GPU's work in most jobs. It also takes turns of the
+GIL, and the thread that launches the model's kernels has to wait for those. No item waits for others to come: one that
+finds no job running starts at once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class _Item(NamedTuple, Generic[T]):
 
 
 class Batches(Generic[T]):
-    """Items of one sort on their way through a pool.
+    """Items of one kind for a worker pool.
 
     Args:
-        run: does some of them, in a thread; if it raises, all of them have failed.
+        run: processes a batch of items in a thread; if it raises, all items of the batch have failed.
     """
 
     def __init__(self, workers: WorkerPool, priority: Priority, run: Callable[[Sequence[T]], None]) -> None:
@@ -40,7 +40,7 @@ class Batches(Generic[T]):
         self._is_busy = False
 
     def submit(self, value: T) -> Job[None]:
-        """Ends when this one is done; that the pool is closed is told there, too. See [Note: batches].
+        """A future that completes when this item is done; it also reports a closed pool. See [Note: batches].
 
         Cancellation: held back until then.
         """
@@ -65,7 +65,7 @@ class Batches(Generic[T]):
                 item.ended.set_result(None)
             else:
                 item.ended.set_exception(error)
-                item.ended.exception()  # who waits is told, if somebody still does
+                item.ended.exception()  # so asyncio does not complain if nobody waits for it any more
         self._is_busy = False
         if self._waiting:
             self._start()

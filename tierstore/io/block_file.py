@@ -1,4 +1,4 @@
-"""An open file: whole transfers at given offsets, durability, closing that waits for what is in flight.
+"""An open file: whole transfers at given offsets, durability, closing that waits for transfers in flight.
 
 Scope: short and interrupted transfers, O_DIRECT's rules, syncs that fail for good; what an `OSError` meant.
 Not here: opening, directories, the system calls themselves (see `backend.py`, whose files these are).
@@ -45,7 +45,7 @@ def storage_error(error: OSError, action: str, path: Path) -> StorageError:
 
 @contextlib.contextmanager
 def storage_errors(action: str, path: Path) -> Iterator[None]:
-    """In here an `OSError` becomes the `StorageError` that says what it meant."""
+    """Turns an `OSError` of this block into the `StorageError` that says what it meant."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ class BlockFile(ForkAware):
 
     Attributes:
         direct: O_DIRECT, so address, offset and length of each transfer must be multiples of 4096.
-        is_counted: its transfers are part of the backend's traffic.
+        is_counted: whether its transfers are part of the backend's traffic.
     """
 
     def __init__(self, backend: Backend, path: Path, descriptor: int, *, direct: bool, is_counted: bool) -> None:
@@ -72,13 +72,13 @@ class BlockFile(ForkAware):
         self._lock = threading.Lock()
         self._users = 0
         self._is_closed = False
-        self._is_dirty = True  # made or grown by who opened it, for all that is known here
-        self._syncs = threading.Lock()  # who finds nothing to sync may not be told so before the sync that did it ends
+        self._is_dirty = True  # whoever opened it may have made or grown it
+        self._syncs = threading.Lock()  # a caller that finds nothing to sync waits for a sync in progress
         self._sync_failure: StorageError | None = None
 
     @property
     def descriptor_path(self) -> Path:
-        """Where another process of the same user finds the open file, its name removed or not."""
+        """A path by which another process of the same user finds the open file, even after its name was removed."""
         return Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
     def read_into(self, buffer: Bytes, offset: int, required_bytes: int | None = None) -> int:
@@ -103,26 +103,26 @@ class BlockFile(ForkAware):
 
         Raises:
             StorageFull: no space is left; part of the buffer may have been written.
-            StorageError: the system refused; likewise.
+            StorageError: the system refused; part of the buffer may have been written.
         """
         try:
             self._transfer("write", buffer, offset, buffer.nbytes)
         finally:
-            self._is_dirty = True  # not before: a sync in between would take the rest for synced
+            self._is_dirty = True  # not before the write: a sync in between would take the rest for synced
 
     def datasync(self) -> None:
-        """Makes what was written durable; without a call if nothing was since the last time.
+        """Makes what was written durable; makes no system call if nothing was written since the last one.
 
         Raises:
             StorageError: what was written may be lost. The kernel may report such a loss only once and mark the pages
-                clean, so a failed call is never retried: from then on each call raises the same.
+                clean, so a failed sync is never retried: from then on each call raises this error.
         """
         with self._in_use() as descriptor, self._syncs:
             if self._sync_failure is not None:
                 raise StorageError(f"{self._sync_failure}; what was written since the last good sync may be lost")
             if not self._is_dirty:
                 return
-            self._is_dirty = False  # not after: what is written meanwhile may be missed
+            self._is_dirty = False  # not after the sync, which may miss what is written meanwhile
             try:
                 with self._backend._noted("fdatasync", self.path):
                     self._backend._call_fdatasync(descriptor, self.path)
@@ -145,7 +145,7 @@ class BlockFile(ForkAware):
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[int]:
-        # A descriptor closed under a running call could be opened again as another file, and be written to.
+        # If a descriptor were closed during a call, another file could get its number, and the call write to that file.
         self.check_process()
         with self._lock:
             if self._is_closed:
@@ -190,7 +190,7 @@ class BlockFile(ForkAware):
                     continue
                 if done + moved >= required:
                     return done + moved
-                # O_DIRECT goes on from the aligned boundary: the remainder of a short transfer is issued again.
+                # O_DIRECT continues from the last aligned boundary: bytes moved beyond it are issued again.
                 gain = moved - (done + moved) % ALIGNMENT if self.direct else moved
                 fruitless = 0 if gain > 0 else fruitless + 1
                 if moved == 0 or fruitless > FRUITLESS_LIMIT:

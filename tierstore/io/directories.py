@@ -1,6 +1,6 @@
-"""Whether a directory takes files, as far as the system says before it is tried.
+"""Whether files can be made in a directory, as far as the system says without trying.
 
-Scope: sentences for people, without what is slow to import. Not here: the trying.
+Scope: sentences for the user, without slow imports. Not here: making files.
 Owner: no state.
 """
 
@@ -17,10 +17,10 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def why_no_directory(path: Path) -> str | None:
-    """Why a path is no directory, and cannot be made one below the nearest that is there; None as `why_not_writable`.
+    """Why a directory cannot be made at this path or, if there is one, not be written to; None if nothing is known.
 
     Raises:
-        OSError: of looking at it.
+        OSError: the path cannot be examined.
     """
     there = nearest(path)
     if there.is_dir():
@@ -29,15 +29,15 @@ def why_no_directory(path: Path) -> str | None:
 
 
 def nearest(path: Path) -> Path:
-    """The path itself, or what is there of those above it."""
+    """The path itself or, if it does not exist, its nearest parent that does."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
 
 
 def why_in_memory(path: Path) -> str | None:
-    """What it means that files of this directory, or of one that is made there, are kept in memory; None on a disk."""
+    """A warning if files of this directory, or of one made at this path, are kept in memory; None on a disk."""
     try:
         device, mounts = os.stat(nearest(path)).st_dev, _MOUNTS.read_bytes()
-    except OSError:  # which is told where it matters
+    except OSError:  # reported where it matters
         return None
     for line in mounts.splitlines():
         before, _, kind = line.partition(b" - ")
@@ -52,7 +52,7 @@ def why_in_memory(path: Path) -> str | None:
 
 
 def reasons_in_memory(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """`why_in_memory` of each that is no disk; for people to be warned of, of the kind `MachineWarning`."""
+    """What `why_in_memory` says of the paths that are in memory; the texts are for warnings, as `MachineWarning`."""
     return [reason for reason in map(why_in_memory, map(Path, paths)) if reason is not None]
 
 
@@ -63,7 +63,7 @@ def warn_of_memory(paths: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Why no file can be made in a directory, as far as the system says before it is tried; None if it says nothing."""
+    """Why no file can be made in a directory, as far as the system says without trying; None if nothing is known."""
     if os.access(directory, os.W_OK | os.X_OK):
         return None
     if os.statvfs(directory).f_flag & os.ST_RDONLY:

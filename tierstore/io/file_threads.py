@@ -1,7 +1,7 @@
-"""Threads for small files, and for other work that blocks: a loop's, or one of somebody's own.
+"""Threads for small files and other blocking work, as the executor of an event loop or on their own.
 
 Scope: one executor. Not here: chunks, whose threads have priorities (see `workers.py`).
-Owner: who made it shuts it down.
+Owner: whoever made it shuts it down.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 class FileThreads(ThreadPoolExecutor):
     """An executor that works until it is shut down.
 
-    That of the standard library refuses work as soon as the interpreter ends, before `atexit` handlers run, and that is
-    when a store that nobody closed publishes its last step.
+    The executor of the standard library refuses work as soon as the interpreter begins to end, before `atexit` handlers
+    run. But that is when a store that nobody closed publishes its last step.
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        super().__init__(threads, thread_name_prefix=name)  # an event loop takes no other class; it starts no thread
+        super().__init__(threads, thread_name_prefix=name)  # event loops take no other class; it starts no thread here
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._own_threads = [
             threading.Thread(target=self._run, name=f"{name}_{index}", daemon=True) for index in range(threads)
@@ -35,10 +35,10 @@ class FileThreads(ThreadPoolExecutor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run in one of the threads.
+        """Run `fn` in one of the threads.
 
         Raises:
-            RuntimeError: it was shut down.
+            RuntimeError: the executor was shut down.
         """
         future: Future[T] = Future()
 
@@ -60,12 +60,12 @@ class FileThreads(ThreadPoolExecutor):
         return future
 
     def in_flight(self) -> list[str]:
-        """One line per thread that works. Any thread."""
+        """One line per busy thread. Any thread."""
         busy = sorted(self._busy.copy(), key=lambda thread: thread.name)
         return [f"{thread.name}: {stacks.of_thread(thread)}" for thread in busy]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse new work and end the threads after what is queued. Twice is fine."""
+        """Refuse new work, and end the threads after the queued work. Twice is fine."""
         with self._lock:
             if self._is_open:
                 self._is_open = False

@@ -1,8 +1,8 @@
-"""Small files: read whole and replaced whole, by threads.
+"""Small files: read whole and replaced whole, by blocking calls.
 
-Scope: the manifest of a generation and what it captures; a directory to make small files in; locks.
-Not here: chunks (see `io/backend.py`); whether a directory takes files (`io/directories.py`).
-Owner: no state; the caller sees to it that one writer at a time replaces a path.
+Scope: the manifest of a generation and its captured state; a new empty directory; locks.
+Not here: chunks (see `io/backend.py`); whether files can be made in a directory (`io/directories.py`).
+Owner: no state; the caller ensures that one writer at a time replaces a path.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tierstore.io.backend import Backend, storage_errors
 
 
 def read_bytes(path: Path, *, most_bytes: int = 2**30, backend: Backend) -> bytes:
-    """All bytes of a file, which may not be a link.
+    """All bytes of a file, which must not be a link.
 
     Args:
-        most_bytes: more, be they of holes, are not read: nobody vouches for the file.
+        most_bytes: a larger file is not read (holes count, too), because its contents are not trusted.
 
     Threads: any but a loop's: it waits for the disk.
 
     Raises:
-        FormatError: there are more.
-        StorageError: the system refused; `__cause__` is the `OSError` (`FileNotFoundError` if there is none).
+        FormatError: the file is larger.
+        StorageError: the system refused; `__cause__` is the `OSError` (`FileNotFoundError` if there is no such file).
     """
     with backend.calling("read", path), open(path, "rb", opener=_open_itself) as file:
         if (size := os.fstat(file.fileno()).st_size) > most_bytes:
@@ -37,17 +37,17 @@ def read_bytes(path: Path, *, most_bytes: int = 2**30, backend: Backend) -> byte
 
 
 def replace_file(path: Path, data: bytes, *, backend: Backend, makes_room: Callable[[], bool] = bool) -> None:
-    """Replaces `path` so that, whatever happens, it holds either what it held or all of `data`; durable on return.
+    """Replaces `path` so that, whatever happens, it holds either its old bytes or all of `data`; durable on return.
 
-    Written to `temporary(path)`, fsynced, renamed, and the directory fsynced.
+    `data` is written to `temporary(path)`, fsynced and renamed, and the directory is fsynced.
 
     Args:
-        makes_room: called on a full disk; whether to write it all once more.
+        makes_room: called on a full disk; True has all of it written once more.
 
     Threads: any but a loop's: it waits for the disk.
 
     Raises:
-        StorageError: `path` holds the old bytes, unless it was the directory's fsync that failed: then either.
+        StorageError: `path` holds the old bytes; if the fsync of the directory failed, the old or the new ones.
     """
     written = temporary(path)
     try:
@@ -66,19 +66,19 @@ def replace_file(path: Path, data: bytes, *, backend: Backend, makes_room: Calla
 
 
 def temporary(path: Path) -> Path:
-    """The file that becomes `path` when it is replaced. One that is there is overwritten, in the room that it has."""
+    """The file that `replace_file` renames to `path`. An existing one is overwritten, in the space that it has."""
     return path.with_name(path.name + ".tmp")
 
 
 def _open_itself(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # and without waiting for a pipe
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # not through a link, nor waiting for a pipe's writer
 
 
 def make_anew(directory: Path, backend: Backend) -> None:
-    """An empty directory of our own, whatever a killed write, or somebody, has left there: no link is followed.
+    """Makes an empty directory in place of whatever a killed write, or somebody, has left there. Follows no link.
 
     Raises:
-        StorageError: it cannot be made, or what is there cannot be removed.
+        StorageError: the directory cannot be made, or what is there cannot be removed.
     """
     with storage_errors("making", directory):
         if directory.is_symlink() or directory.is_file():
@@ -89,10 +89,10 @@ def make_anew(directory: Path, backend: Backend) -> None:
 
 
 def takes_lock(descriptor: int, *, is_needed: bool = False) -> bool:
-    """Whether this process has the lock of an open file or directory now; it ends with the descriptor.
+    """Tries to lock an open file or directory; True if this descriptor has the lock now. Closing it ends the lock.
 
     Args:
-        is_needed: an `OSError` tells of a file system that locks nothing. Otherwise whoever asks there has the lock.
+        is_needed: raise an `OSError` on a file system without locks. Otherwise every caller gets the lock there.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,13 +105,13 @@ def takes_lock(descriptor: int, *, is_needed: bool = False) -> bool:
 
 
 def locked_file(path: Path, mode: int, *, is_needed: bool = False) -> int | None:
-    """A descriptor that holds the lock of a file, which is made if it is not there; None: another one holds it.
+    """A descriptor that holds the lock of a file, which is made if it does not exist; None if another one holds it.
 
     Args:
         is_needed: as for `takes_lock`.
 
     Raises:
-        StorageError: the system refused, or it is a link.
+        StorageError: the system refused, or the path is a link.
     """
     with storage_errors("lock", path):
         while True:
@@ -123,11 +123,11 @@ def locked_file(path: Path, mode: int, *, is_needed: bool = False) -> int | None
                 if is_at(path, descriptor):
                     closing.pop_all()
                     return descriptor
-                # else removed by its owner between our open and our lock
+                # otherwise its owner removed the file between our open and our lock
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file still has this name, or its name has gone or is that of another one, of a link perhaps."""
+    """Whether a path still names an open file: it may be gone, or name another file, perhaps through a link."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):

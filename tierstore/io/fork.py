@@ -2,14 +2,15 @@
 
 Scope: marking objects of the parent as unusable in the child, without taking any lock there.
 Not here: what each object does when it is used anyway (it raises `ClosedError`).
-Owner: the registry holds weak references; the child alone keeps what it inherited alive.
+Owner: the registry holds weak references; only the child keeps inherited objects alive.
 
 [Note: inherited objects live as long as the child]
-Closing an inherited event loop would change the epoll set that the kernel shares with the parent. And a mapping under
-MADV_DONTFORK does not exist in the child: soon something newer stands at its address, a heap of the interpreter for
-one, and unmapping the inherited object would unmap that. So the child never finalizes what it inherited. It keeps one
-reference to each object that belongs to its parent; and one more, never to be dropped, to each mapping: the end of the
-interpreter drops the others, and a mapping may outlive its closed arena, by a view that waits for the collector.
+Closing an inherited event loop could change an epoll set that the kernel shares with the parent (the loops of
+`io/loop.py` have none). And a mapping under MADV_DONTFORK does not exist in the child: soon something newer may lie at
+its address, such as a heap of the interpreter, and finalizing the inherited object would unmap that. So the child never
+finalizes inherited objects. It keeps a reference to each object that belongs to its parent, and to each mapping one
+more that is never dropped: the end of the interpreter drops the others, and a mapping may outlive its closed arena
+through a view that waits for the garbage collector.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ class ForkAware:
             )
 
     def let_go(self) -> None:
-        """Called in the child of a fork, which must not keep what the parent holds for as long as it is open."""
+        """Called in the child of a fork: closes the child's copies of what must end with the parent, such as a lock."""
 
 
 def unshare(mapping: mmap.mmap) -> None:
-    """Leaves a mapping out of every child of a fork, where its object is never finalized."""
+    """Excludes a mapping from every child of a fork; the child never finalizes the inherited object."""
     mapping.madvise(mmap.MADV_DONTFORK)
     _unshared.add(mapping)
 
 
 def _mark_inherited() -> None:
-    # Only the forking thread exists here, so nothing can change the sets meanwhile.
+    # Only the forking thread exists in the child, so nothing can change the sets meanwhile.
     for mapping in list(_unshared):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
     for item in list(_registered):

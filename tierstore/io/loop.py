@@ -1,11 +1,11 @@
-"""The event loop of a runtime, which other threads wake without giving up the interpreter.
+"""The event loop of a runtime, which other threads wake without giving up the GIL.
 
-Scope: waiting and waking. Not here: what crosses over (`io/runtime.py`).
+Scope: waiting and waking. Not here: the calls between threads (`io/runtime.py`).
 
-[Note: waking] asyncio's own loop is woken by a byte in a socket. Who writes that gives up the interpreter's lock for
-the time of the call, the loop takes it, and the training thread waits until the loop has nothing more to do: 190 us for
-each gradient of many small groups (2 cores, 2026-11-25). A lock is released without that, and the loop goes on while
-the training thread computes without the interpreter, as it does all the time.
+[Note: waking] A byte in a socket wakes asyncio's own loop. The thread that writes the byte gives up the GIL during the
+system call, and the loop takes it. So the training thread would wait until the loop has nothing more to do: 190 us for
+each gradient of many small groups (2 cores, 2026-11-25). Releasing a lock does not give up the GIL; the loop then runs
+while the training thread computes without the GIL, which it does often.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class _Bell(selectors.SelectSelector):
-    """Waits for `ring`, and for no file: those that are registered are never ready."""
+    """Waits for `ring` only: registered files are never ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _Bell(selectors.SelectSelector):
         self._silence.acquire()
 
     def ring(self) -> None:
-        """Ends the present wait, or the next one. Any thread; twice is fine."""
+        """Ends the current wait, or the next one. Any thread; twice is fine."""
         with contextlib.suppress(RuntimeError):  # it rings already
             self._silence.release()
 

@@ -1,6 +1,6 @@
-"""The machine that this process runs on: which it is, and how much CPU memory there may be had.
+"""The machine that this process runs on: its identity, and how much CPU memory processes may have there.
 
-Scope: the memory of the machine, what control groups leave of it, and whether that suffices.
+Scope: the memory of the machine, the limits of control groups, and whether these suffice.
 Not here: budgets (`plan/`, `train/budgets.py`), what takes memory (`memory.py`), rates (`measure/`).
 """
 
@@ -25,8 +25,8 @@ class MemoryClaim(NamedTuple):
     """CPU memory that a process is about to take.
 
     Attributes:
-        limits: that it counts for, in bytes, by names as those of `memory_limits`.
-        given_back_bytes: of what the process has now, so much goes meanwhile.
+        limits: the limits that apply to it, in bytes, by name as in `memory_limits`.
+        given_back_bytes: memory that the process has now and gives back meanwhile.
     """
 
     limits: Mapping[str, int]
@@ -35,7 +35,7 @@ class MemoryClaim(NamedTuple):
 
 
 def boot_id() -> str:
-    """One text per running machine."""
+    """A text that identifies the running machine."""
     try:
         return _BOOT.read_text().strip()
     except OSError:  # a sandbox without it
@@ -43,12 +43,12 @@ def boot_id() -> str:
 
 
 def memory_limits() -> dict[str, int]:
-    """Bytes that processes may have here, by names that are the same for all of them: the machine's, which comes first,
-    and those of the control groups of this one."""
+    """Memory limits in bytes: first that of the machine, then those of this process's control groups. The names are the
+    same in all processes."""
     machine = boot_id()
     limits = {machine: psutil.virtual_memory().total}
     for file in _group_limits():
-        with contextlib.suppress(OSError, ValueError):  # there is no such file; "max"
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
             limits[f"{machine} {file.parent.stat().st_ino}"] = int(file.read_text())
     return limits
 
@@ -68,19 +68,19 @@ def _group_limits() -> Iterator[Path]:
 
 
 def claim_memory(nbytes: int, given_back_bytes: int = 0) -> MemoryClaim:
-    """The claim of this process."""
+    """The memory claim of this process."""
     return MemoryClaim(memory_limits(), nbytes, given_back_bytes)
 
 
 def refuse_impossible(claims: Sequence[MemoryClaim], what: str) -> None:
-    """Refuse what a machine, or a control group, never gives.
+    """Refuse claims that exceed the limit of a machine or of a control group.
 
     Args:
-        claims: of all processes that take memory together; each of them refuses the same.
-        what: takes it.
+        claims: those of all processes that take memory together; the result is the same in each of them.
+        what: what takes the memory, for the message.
 
     Raises:
-        BudgetError: with the limit.
+        BudgetError: the message names the limit.
     """
     limits = {name: limit_bytes for claim in claims for name, limit_bytes in claim.limits.items()}
     for name, limit_bytes in limits.items():
@@ -93,7 +93,7 @@ def refuse_impossible(claims: Sequence[MemoryClaim], what: str) -> None:
 
 
 def shortage(claims: Sequence[MemoryClaim]) -> str | None:
-    """What is wrong if the machine has no room for these now; else None."""
+    """A warning if this machine has no room now for the claims of its processes; otherwise None."""
     machine, free_bytes = boot_id(), psutil.virtual_memory().available
     here = [claim for claim in claims if machine in claim.limits]
     wanted_bytes = sum(claim.nbytes - claim.given_back_bytes for claim in here)

@@ -1,6 +1,6 @@
 """One arena of host memory, cut into pools that lend buffers.
 
-Scope: the mapping, first-fit allocation, first-come waiting, leases; aligned memory of one's own.
+Scope: the mapping, first-fit allocation, first-come waiting, leases; aligned memory outside arenas.
 Not here: what is worth keeping in memory (see `plan/`); pinning calls (see `device/`, passed in as functions).
 Owner: the loop thread owns pools and leases; no lock is taken. The bytes of a lease belong to its holder.
 """
@@ -31,8 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 def huge_pages(nbytes: int) -> tuple[mmap.mmap, Bytes]:
     """A private anonymous mapping that asks for huge pages, and its bytes, all zero, from a huge-page boundary on.
 
-    All of it asks, so that neighbours are one to the system, which has only so many (65,530 of a process). numpy holds
-    the mapping: it is unmapped when the last view of it is gone, never under one.
+    The whole mapping asks, so that the kernel counts neighbouring mappings as one: a process may have only 65,530.
+    numpy holds the mapping: it is unmapped when its last view is gone, not earlier.
     """
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
@@ -42,13 +42,13 @@ def huge_pages(nbytes: int) -> tuple[mmap.mmap, Bytes]:
 
 
 def aligned_room(nbytes: int) -> Bytes:
-    """New memory that O_DIRECT takes, beside all arenas; contents undefined."""
+    """New memory, aligned for O_DIRECT, outside all arenas; contents undefined."""
     room: Bytes = np.empty(nbytes + ALIGNMENT, np.uint8)
     return room[-room.ctypes.data % ALIGNMENT :][:nbytes]
 
 
 def aligned_copy(data: bytes) -> Bytes:
-    """`data` in such memory."""
+    """A copy of `data` in memory as of `aligned_room`."""
     room = aligned_room(len(data))
     room[:] = np.frombuffer(data, np.uint8)
     return room
@@ -57,16 +57,16 @@ def aligned_copy(data: bytes) -> Bytes:
 class Arena(ForkAware):
     """A private anonymous mapping that asks for huge pages and is not inherited over a fork.
 
-    Pages are touched when they are first used, unless `register` pins them at once. Pinned bytes = asked bytes.
+    Pages are touched when they are first used, unless `register` pins them at once. Pinned bytes = requested bytes.
 
     Args:
         capacity_bytes: rounded up to 4096.
         register: called once with (address, bytes), for example to pin the mapping for a GPU.
-        unregister: called with the same, before the mapping goes; if it fails, the mapping stays until it is called
-            again by another `close`.
+        unregister: called with the same arguments before the mapping goes. If it fails, the mapping stays until another
+            `close` calls it again.
 
     Raises:
-        BudgetError: the system has no such memory.
+        BudgetError: the system does not give so much memory.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Arena(ForkAware):
         """Ends all pools; their waiters get `ClosedError`.
 
         Returns:
-            The leases that are still out. While there is one, the mapping stays, registered as it was; free them and
-            close again. None left: the mapping goes with its last numpy view. Closing a closed arena is fine.
+            The leases that are not freed yet. While there are any, the mapping stays registered; free them and close
+            again. If there are none, the mapping goes with its last numpy view. Closing a closed arena is fine.
         """
         if self.is_inherited:
             return []
@@ -128,7 +128,7 @@ class Arena(ForkAware):
         if not leaked and self._bytes is not None:
             if self._unregister is not None and self.capacity_bytes:
                 self._unregister(self._bytes.ctypes.data, self.capacity_bytes)
-            self._bytes = None  # not before: with its last view the mapping goes
+            self._bytes = None  # not earlier: the mapping goes with its last view
         return leaked
 
 
@@ -142,7 +142,7 @@ class _Waiter(NamedTuple):
 class Pool:
     """First-fit allocation over one range, in steps of 4096 B, first come first served.
 
-    Who has a place of his own asks for that (`reserve_at`); then others may have free places while they are not needed
+    A caller with a fixed place reserves that (`reserve_at`); others may have such places while these are free
     (`try_reserve_last`).
     Threads: the loop thread only.
     """
@@ -170,25 +170,25 @@ class Pool:
         elsewhere: Callable[[], Lease | None] = lambda: None,
         who: Hashable = None,
     ) -> Lease:
-        """A lease of `nbytes`, after all who asked earlier got theirs.
+        """A lease of `nbytes`, after all earlier callers got theirs.
 
         Args:
-            granted: called when a lease that was waited for is granted, which is before the waiter has its turn.
-            elsewhere: asked first; it may have a lease of another pool. `look_again` has it asked again.
-            who: by which `rearrange` knows the waiter.
+            granted: called when the lease is granted after a wait, before the waiting coroutine goes on.
+            elsewhere: called first; it may return a lease of another pool. `look_again` calls it again.
+            who: the key by which `rearrange` knows the waiter.
 
         Blocks: until enough contiguous bytes are free.
-        Cancellation: safe at any moment; what was granted meanwhile goes to the next waiter.
+        Cancellation: safe at any moment; a lease that was granted meanwhile goes to the next waiter.
 
         Raises:
-            BudgetError: it could never fit.
+            BudgetError: so many bytes could never fit.
         """
         self._check(nbytes)
         return await self._wait(lambda: elsewhere() or self._allocate(nbytes), granted, who)
 
     @contextlib.asynccontextmanager
     async def lent(self, nbytes: int) -> AsyncIterator[Bytes]:
-        """The bytes of a lease, which nothing uses any more when this ends; otherwise like `reserve`."""
+        """The bytes of a lease that ends with the block: nothing may use them after it. Otherwise like `reserve`."""
         lease = await self.reserve(nbytes)
         try:
             yield lease.array
@@ -196,7 +196,7 @@ class Pool:
             lease.free()
 
     async def reserve_at(self, start: int, nbytes: int) -> Lease:
-        """The lease of `nbytes` from `start` on, after all who asked earlier got theirs; otherwise like `reserve`."""
+        """The lease of `nbytes` from `start` on, after all earlier callers got theirs; otherwise like `reserve`."""
         self._check(start + nbytes)
         return await self._wait(lambda: self._allocate_at(start, nbytes))
 
@@ -213,27 +213,27 @@ class Pool:
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-                self.look_again()  # those behind may fit where this one did not
+                self.look_again()  # later waiters may fit where this one did not
             elif not waiter.future.cancelled() and waiter.future.exception() is None:
-                waiter.future.result().free()  # granted, but cancelled before it was told
+                waiter.future.result().free()  # granted, but cancelled before the coroutine went on
             raise
 
     def try_reserve(self, nbytes: int) -> Lease | None:
         """A lease at once, or None if it does not fit now or others wait already.
 
         Raises:
-            BudgetError: it could never fit.
+            BudgetError: so many bytes could never fit.
         """
         self._check(nbytes)
         return None if self._waiters else self._allocate(nbytes)
 
     def try_reserve_at(self, start: int, nbytes: int) -> Lease | None:
-        """Likewise, from `start` on."""
+        """Like `try_reserve`, from `start` on."""
         self._check(start + nbytes)
         return None if self._waiters else self._allocate_at(start, nbytes)
 
     def try_reserve_last(self, nbytes: int, above: int) -> Lease | None:
-        """The last free place that lies above byte `above`, or None if there is none now or others wait already."""
+        """A lease of the last free place above byte `above`; None if there is none now or others wait already."""
         self._arena.check_process()
         size = padded(nbytes)
         for begin, end in () if self._waiters else reversed(self._free):
@@ -242,7 +242,7 @@ class Pool:
         return None
 
     def rearrange(self, ranks: Mapping[Hashable, int]) -> None:
-        """Those who wait and are ranked here have each other's turns, the lowest first; all others keep theirs."""
+        """Sorts the waiters that have a rank among their turns, the lowest rank first; all others keep their turns."""
         turns = [turn for turn, waiter in enumerate(self._waiters) if waiter.who in ranks]
         ranked = sorted((self._waiters[turn] for turn in turns), key=lambda waiter: ranks[waiter.who])
         for turn, waiter in zip(turns, ranked):
@@ -250,7 +250,7 @@ class Pool:
         self.look_again()
 
     def look_again(self) -> None:
-        """Grant what can be granted: what they may have elsewhere has changed."""
+        """Grant what can be granted, because bytes became free here or elsewhere, or the first waiter changed."""
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.future.done():  # done: cancelled, and its coroutine has not run since
@@ -262,7 +262,7 @@ class Pool:
             self._waiters.popleft()
 
     def close(self) -> list[Lease]:
-        """Refuses new reservations, fails the waiting ones, and returns the leases that are out."""
+        """Refuses new reservations, fails the waiting ones, and returns the leases that are not freed."""
         self._memory = None
         while self._waiters:
             waiter = self._waiters.popleft()
@@ -271,7 +271,7 @@ class Pool:
         return sorted(self._leases, key=lambda lease: lease.start)
 
     def _check(self, nbytes: int) -> None:
-        """Whether so many bytes can ever be lent."""
+        """Raises if the pool is closed, or could never lend so many bytes."""
         self._arena.check_process()
         if self._memory is None:
             raise ClosedError(f"pool {self.name!r} is closed")
@@ -289,7 +289,7 @@ class Pool:
         return None if place is None else self._allocate_at(place, nbytes)
 
     def _allocate_at(self, start: int, nbytes: int) -> Lease | None:
-        """What is free from `start` on, if that is enough."""
+        """A lease from `start` on, if enough is free there."""
         size = padded(nbytes)
         index = bisect.bisect(self._free, (start, self.capacity_bytes)) - 1
         if self._memory is None or index < 0 or self._free[index][1] < start + size:
@@ -320,7 +320,7 @@ class Lease:
     """The right to use one buffer until `free`.
 
     Attributes:
-        nbytes: as asked; `array` is that, rounded up to 4096.
+        nbytes: as requested; the length of `array` is that, rounded up to 4096.
         start: offset in the pool, in bytes.
     """
 

@@ -1,4 +1,4 @@
-"""What a link really carried: bytes and busy seconds, overlapping transfers counted once.
+"""What a link carried: bytes, and busy seconds, in which overlapping transfers count once.
 
 Scope: one meter per link. Not here: what follows from the rates (`plan/bandwidth.py`).
 Owner: the loop thread.
@@ -30,13 +30,13 @@ class LinkMeter:
         self._in_flight += 1
 
     def end(self, nbytes: int) -> None:
-        """That transfer is over."""
+        """A transfer has ended."""
         self._in_flight -= 1
         self.moved_bytes += nbytes
         if self._in_flight == 0:
             self.busy_s += self._clock() - self._since
 
     def totals(self) -> tuple[int, float]:
-        """Bytes and busy seconds so far, a running stretch included."""
+        """Bytes of ended transfers, and busy seconds so far, including those of transfers in flight."""
         running = self._clock() - self._since if self._in_flight else 0.0
         return self.moved_bytes, self.busy_s + running

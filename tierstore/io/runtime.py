@@ -1,6 +1,6 @@
 """The one border between blocking and asynchronous code: an event loop in a thread of its own.
 
-Scope: crossing over, owned tasks, errors that nobody waited for, deadlines, closing.
+Scope: calls from other threads, owned tasks, errors that nobody waited for, deadlines, closing.
 Not here: worker threads (see `io/workers.py`); what the tasks do (see `store/`).
 Owner: the runtime owns its thread, its loop, and each task started through it.
 """
@@ -32,7 +32,7 @@ _TASKS_SHOWN = 20
 
 
 class _Call(Generic[T]):
-    """One crossing: what to run, and a lock that is released when it has ended."""
+    """A call from another thread: what to run, and a lock that is released when it has ended."""
 
     __slots__ = ("args", "error", "function", "has_ended", "is_abandoned", "result", "task", "waiting")
 
@@ -48,7 +48,7 @@ class _Call(Generic[T]):
         self.waiting.acquire()
 
     def end(self) -> None:
-        """Wakes the waiter. Once is enough, twice is fine."""
+        """Wakes the waiter; twice is fine."""
         self.has_ended = True
         if self.waiting.locked():
             self.waiting.release()
@@ -68,7 +68,7 @@ class Runtime(ForkAware):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: WaitedThread | None = None
         self._is_open = self._is_over = False
-        self._closes = threading.Lock()  # the end of the interpreter may come upon another thread that closes it
+        self._closes = threading.Lock()  # at the end of the interpreter another thread may be closing it, too
         self._lost: ClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
         self._calls: set[_Call[Any]] = set()
@@ -76,7 +76,7 @@ class Runtime(ForkAware):
         self._failures: deque[BaseException] = deque()
         self._descriptions: list[Callable[[], list[str]]] = []
         self._with_next: deque[Callable[[], object]] = deque()
-        self._crosses = threading.RLock()  # what one thread takes from there, no other may overtake
+        self._crosses = threading.RLock()  # no thread may overtake what another one takes from `_with_next`
 
     def start(self) -> Runtime:
         """Starts the loop thread. Returns itself.
@@ -104,7 +104,7 @@ class Runtime(ForkAware):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it runs, or will."""
+        """Whether it was not started, or has ended: nothing of it runs."""
         return self._loop is None or self._is_over
 
     @property
@@ -112,7 +112,7 @@ class Runtime(ForkAware):
         """The running loop.
 
         Raises:
-            ClosedError: not started, closed, or the parent's.
+            ClosedError: it was not started, is closed, or belongs to the parent of a forked process.
         """
         self._check_open()
         return cast(asyncio.AbstractEventLoop, self._loop)
@@ -127,14 +127,15 @@ class Runtime(ForkAware):
         """Runs a coroutine function on the loop and waits for its result.
 
         Args:
-            raises_kept: False runs it also while a failure is kept, which stays so: for what must be done all the same.
+            raises_kept: False runs it although a failure is kept, and keeps that: for work that must be done in any
+                case.
 
         Threads: any but the loop's.
 
         Raises:
-            Timeout: it did not end in time; it was cancelled, and an error of its ending is kept.
-            ClosedError: not running, or closed meanwhile, or the loop thread was ended by something else.
-            BaseException: a kept failure (before anything was started), or whatever the coroutine raised.
+            Timeout: the coroutine did not end in time; it was cancelled, and an error that it raises then is kept.
+            ClosedError: the runtime is not running, was closed meanwhile, or lost its loop thread.
+            BaseException: a kept failure (then nothing was started), or whatever the coroutine raised.
         """
         self._check_open()
         self._refuse_loop_thread("call")
@@ -162,17 +163,17 @@ class Runtime(ForkAware):
         return call.waiting.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX))
 
     def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Has the loop call `function` soon; its error is kept and raised by the next `call`. Any thread."""
+        """Makes the loop call `function` soon; an error of it is kept, and the next `call` raises it. Any thread."""
         self._check_open()
         self._to_loop(function, *args)
 
     def post_with_next(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Like `post`, but no sooner than something else is called or posted; it goes first then."""
+        """Like `post`, but waits until something else is called or posted, and goes just before that."""
         self._check_open()
         self._with_next.append(partial(function, *args))
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Starts a task that the runtime owns; its failure is kept and raised once, by the next `call`.
+        """Starts a task that the runtime owns; its failure is kept, and the next `call` raises it, once.
 
         Threads: the loop thread only.
         """
@@ -186,12 +187,12 @@ class Runtime(ForkAware):
         return task
 
     def keep_failure(self, error: BaseException) -> None:
-        """Keeps an error whose waiter has gone. Any thread."""
-        if self._lost is None or error is not self._lost.__cause__:  # which is told with what it did
+        """Keeps an error for which nobody waits any more. Any thread."""
+        if self._lost is None or error is not self._lost.__cause__:  # that one is reported as `_lost`
             self._failures.append(error)
 
     def raise_failure(self) -> None:
-        """Raises the first kept error, if there is one; the others are noted on it, and all are forgotten."""
+        """Raises the first kept error, if there is one, with the others as notes on it; none of them stays kept."""
         failures = []
         while self._failures:  # one by one: any thread may add to them
             failures.append(self._failures.popleft())
@@ -199,11 +200,11 @@ class Runtime(ForkAware):
             raise_first(failures)
 
     def describe(self, description: Callable[[], list[str]]) -> None:
-        """Adds lines to the message of a timeout (`WorkerPool.in_flight`). Called from any thread."""
+        """Adds lines to the message of a timeout, as from `WorkerPool.in_flight`. Any thread may call `description`."""
         self._descriptions.append(description)
 
     def in_flight(self) -> list[str]:
-        """Tasks and threads, each with its innermost frames, and what the descriptions say. Any thread."""
+        """Tasks and threads, each with its innermost frames, and the lines that `describe` adds. Any thread."""
         lines = []
         if self._loop is not None and self._thread is not None:
             tasks = sorted(asyncio.all_tasks(self._loop), key=lambda task: task.get_name())
@@ -219,7 +220,7 @@ class Runtime(ForkAware):
         """Ends everything that it owns. Twice is fine, as after an interrupt; in the child of a fork it does nothing.
 
         Order: refuse new calls; cancel tasks and calls, wait for them; end file threads; stop the loop; join its
-        thread; close the loop. (A store finishes its write-backs and joins its workers before, in a `call`.)
+        thread; close the loop. (A store finishes its write-backs and joins its workers before this, in a `call`.)
 
         Threads: any but the loop's.
 
@@ -231,7 +232,7 @@ class Runtime(ForkAware):
             return
         self._refuse_loop_thread("close")
         self._is_open = False
-        with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+        with contextlib.suppress(ClosedError):  # another thread has closed it meanwhile
             self._to_loop(self._begin_closing)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not self._thread.ends_within(limit_s):
@@ -241,7 +242,7 @@ class Runtime(ForkAware):
             self._loop.close()
         atexit.unregister(self._close_at_exit)
         for call in list(self._calls):
-            if not call.has_ended:  # queued after the loop had stopped; others' waiters have just not woken yet
+            if not call.has_ended:  # queued after the loop had stopped; the waiters of the others will wake soon
                 call.error = self._closed()
                 call.end()
         self.raise_failure()
@@ -266,7 +267,7 @@ class Runtime(ForkAware):
             raise self._closed() from error
 
     def _forget(self, error: BaseException) -> None:
-        # Raised by a call just now, so its waiter has not gone.
+        # A call raises it now, so it must not be raised once more.
         with contextlib.suppress(ValueError):
             self._failures.remove(error)
 
@@ -282,23 +283,23 @@ class Runtime(ForkAware):
         return Timeout("\n  ".join([f"{what}; in flight:", *self.in_flight()]))
 
     def _refuse_loop_thread(self, verb: str) -> None:
-        if threading.current_thread() is self._thread:  # not by number: one that ended gives its own away
+        if threading.current_thread() is self._thread:  # not by identifier: that of an ended thread is used again
             raise RuntimeError(f"{verb} on the loop thread would wait for itself; await instead")
 
     # On the loop thread.
 
     def _run(self) -> None:
-        """Tasks keep their errors; what ends the loop all the same (`SystemExit`) is told to all who wait for it."""
+        """Runs the loop. Tasks keep their errors; one that ends the loop nonetheless (`SystemExit`) fails all calls."""
         slices.ask_for_short_slices()
         loop = cast(asyncio.AbstractEventLoop, self._loop)
-        while not loop.is_closed():  # by who was interrupted when it started this thread
+        while not loop.is_closed():  # closed by a thread that was interrupted while it started this one
             try:
                 loop.run_forever()
             except BaseException as error:
                 self._lose(error)
-                if self._closing is not None and self._closing.done():  # its stop of the loop is lost, too
+                if self._closing is not None and self._closing.done():  # its `loop.stop()` is lost, too
                     self._closing = None
-                loop.call_soon(self._begin_closing)  # its tasks end in order, and give back what they use
+                loop.call_soon(self._begin_closing)  # so that tasks end in order, and give back what they use
             else:
                 return
 
@@ -353,13 +354,13 @@ class Runtime(ForkAware):
             self.keep_failure(call.error)  # it failed after its waiter had given up
 
     def _begin_closing(self) -> None:
-        closing = self._closing  # there is one if it is closed twice, as after an interrupt
+        closing = self._closing  # not None if `close` is called again, as after an interrupt
         if closing is None or (closing.done() and (closing.cancelled() or closing.exception() is not None)):
             self._closing = asyncio.get_running_loop().create_task(self._end_tasks(), name="close")
 
     async def _end_tasks(self) -> None:
         loop = asyncio.get_running_loop()
-        while others := asyncio.all_tasks() - {self._closing}:  # ending tasks may start some
+        while others := asyncio.all_tasks() - {self._closing}:  # tasks that end may start others
             for task in others:
                 task.cancel()
             await asyncio.wait(others)

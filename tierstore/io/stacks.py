@@ -1,6 +1,6 @@
-"""What threads and tasks are doing, in words: for the message of a deadline that has passed.
+"""What threads and tasks are doing, in words, for the message of a deadline that has passed.
 
-Scope: stacks, names of jobs. Not here: who waits for what (`runtime.py`, `workers.py`).
+Scope: stacks, names of jobs. Not here: which of them are in flight (`runtime.py`, `workers.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FRAMES = 4
 
 
 def named(function: Callable[..., object], arguments: Sequence[object] = ()) -> str:
-    """A function, and which thing it works on: those of its arguments that are names or paths."""
+    """The name of a function, and what it works on: its arguments that are names or paths."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -44,7 +44,7 @@ def of_thread(thread: threading.Thread) -> str:
 
 
 def of_threads(numbers: Collection[int]) -> list[str]:
-    """One line for each of these threads, told by their numbers."""
+    """One line for each thread that has one of these identifiers."""
     threads = [thread for thread in threading.enumerate() if thread.ident in numbers]
     return [f"{thread.name}: {of_thread(thread)}" for thread in sorted(threads, key=lambda thread: thread.name)]
 

@@ -1,4 +1,4 @@
-"""A table of rates from its file.
+"""Reading a table of rates from its file.
 
 Scope: reading the JSON of a `BandwidthTable`. Not here: what is in it (`plan/bandwidth.py`), writing (`apps/probe.py`).
 Owner: nothing is kept.
@@ -18,7 +18,7 @@ _ADVICE = "make one with: tierstore probe --nvme DIR --json FILE"
 
 
 def read_table(path: Path) -> BandwidthTable:
-    """The table that `probe --json` wrote, or that anyone else did.
+    """The table in a file of the format that `probe --json` writes.
 
     Raises:
         ConfigError: the file cannot be read, or is not a table.
@@ -38,7 +38,7 @@ def read_table(path: Path) -> BandwidthTable:
 
 
 def with_rates(tiers: TierConfig) -> TierConfig:
-    """The same with the table itself where a file of one is given.
+    """The same configuration, with the table itself in place of its path.
 
     Raises:
         ConfigError: as `read_table`.

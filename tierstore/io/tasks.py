@@ -1,4 +1,4 @@
-"""What coroutines share: work side by side, work that no cancellation stops, and telling several failures as one.
+"""Helpers for coroutines: concurrent work, work that no cancellation stops, several failures raised as one.
 
 Scope: `together`, `to_the_end`, `raise_first`. Not here: tasks that outlive their starter (`runtime.py` owns those).
 """
@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Run all; when one fails the others are cancelled and waited for.
+    """Run all of them concurrently; when one fails, the others are cancelled and waited for.
 
     Raises:
         BaseException: the first failure itself, not a group of them: callers and users catch the error tree.
-        CancelledError: one of them was cancelled from elsewhere, so not all is done.
+        CancelledError: one of them was cancelled from elsewhere, so not all work is done.
     """
     works = list(coroutines)
     if len(works) <= 1:
         for work in works:
-            await work  # a task of its own would take longer than what small groups do in it
+            await work  # a task of its own would take longer than the work of a small group
         return
     failures: list[BaseException] = []
     tasks: list[asyncio.Task[Any]] = []
@@ -33,18 +33,18 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
         failures.extend(_leaves(caught))
     if failures:  # not inside `except`: the failure keeps its own cause and context
         raise_first(failures)
-    if any(task.cancelled() for task in tasks):  # a group says nothing of it
+    if any(task.cancelled() for task in tasks):  # a `TaskGroup` does not report this
         raise asyncio.CancelledError
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run in a task of its own, and hold cancellations back until that has ended.
+    """Run the work in a task of its own, and hold cancellations of the caller back until that task has ended.
 
-    Only who ends the loop stops it, by cancelling every task that there is. (A task that refused would refuse its own
-    `asyncio.timeout` too.)
+    Only the end of the loop stops the task, by cancelling all tasks. (If the task itself refused cancellations, it
+    would refuse those of its own `asyncio.timeout` too.)
 
     Raises:
-        BaseException: what the work raised; cancelled meanwhile, and the work done: `CancelledError`.
+        BaseException: what the work raised, or `CancelledError` if it succeeded and the caller was cancelled meanwhile.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -56,7 +56,7 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         result = task.result()
     finally:
-        del task  # an error would be held by the frame that it holds, and all arguments with it
+        del task  # otherwise an error and this frame would hold each other, and with them all arguments
     if cancelled is not None:
         raise cancelled
     return result
@@ -68,7 +68,7 @@ def raise_first(errors: Iterable[BaseException]) -> NoReturn:
     seen = set(getattr(first, "__notes__", ()))
     for other in others:
         note = f"then also: {other!r}"
-        if other is not first and note not in seen:  # many wait for one thing, and all get its failure
+        if other is not first and note not in seen:  # all that wait for the same thing get the same failure
             seen.add(note)
             first.add_note(note)
     raise first

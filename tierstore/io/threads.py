@@ -1,11 +1,11 @@
-"""A thread whose end is waited for, also by who was interrupted in an earlier wait.
+"""A thread whose end can be waited for again after an interrupted wait.
 
 Scope: one class.
 Not here: what threads do (`runtime.py`, `workers.py`).
 Owner: whoever starts it.
 
-[Note: not by join alone] Up to Python 3.12 an interrupt in `Thread.join` marks a thread as ended that goes on: whoever
-joins it again would free what it uses.
+[Note: not by join alone] Up to Python 3.12 an interrupt in `Thread.join` marks a thread as ended although it goes on:
+the next `join` returns at once, and its caller would free what the thread still uses.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class WaitedThread(threading.Thread):
         try:
             self._work()
         finally:
-            del self._work  # what it is of may hold this thread
+            del self._work  # the object of this method may hold this thread
             self._is_done.set()
 
     def ends_within(self, limit_s: float) -> bool:
-        """Whether it ends in so many seconds, if it was started at all. Any thread but this one."""
+        """Whether the thread ends within `limit_s`; True if it was not started. Any thread but this one."""
         if self.ident is None:
             return True
         if not self._is_done.wait(min(limit_s, threading.TIMEOUT_MAX)):

@@ -1,16 +1,18 @@
-"""Slow or stuck: work that may take hours, on a disk that has to answer.
+"""Slow or stuck: when to give up work that may take hours, on a disk that has to answer.
 
-Scope: when a wait is over because nothing moves; blocking work that is given up then.
-Not here: the work; what a loop of its own waits for (`runtime.py`); coroutines of a store (`store/owner.py`).
+Scope: ending a wait because nothing moves; blocking work that is given up then.
+Not here: the work; deadlines of calls to a loop (`runtime.py`); coroutines of a store (`store/owner.py`).
 Owner: an `Attended` owns its thread.
 
-[Note: a standstill] Work as a whole has no deadline: 100 GB take a slow disk hours. Its steps have one: while the
-oldest call of the system that has not returned is the same, or none has been begun, nothing moves. That time is counted
-look by look, an interval at most for each, so that a process that was stopped (Ctrl-Z) and goes on has lost none.
-Blocking work may compute for long between two calls: where none stands, it moves as long as its threads take CPU time.
+[Note: a standstill] The work as a whole has no deadline: 100 GB take a slow disk hours. Its steps have one: nothing
+moves while the oldest system call that has not returned stays the same, or while none is in flight and none begins.
+That time is added up look by look, at most one interval for each, so that work is not given up because its process was
+stopped (Ctrl-Z) for a while. Blocking work may compute for long between two system calls: while none is in flight, the
+work moves as long as its threads take CPU time.
 
-[Note: given up] A thread cannot be stopped in the middle of a call of the system. Who gives up waiting for it leaves it
-all that it uses, files, memory and locks: it ends as after a failure when its call returns, and gives them back then.
+[Note: given up] A thread cannot be stopped in the middle of a system call. Whoever gives up waiting for the thread
+leaves it all that it uses: files, memory and locks. When its call returns, the thread ends as after a failure, and then
+gives them back.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOOKS = 10
 _LONGEST_WAIT_S = 0.5
-"""A signal that comes just as a wait begins is seen when it ends."""
+"""The longest single wait, because a signal that comes just as one begins is seen only at its end."""
 _IDLE = 0.1
-"""Of a core: work that computes takes more. A bar on a terminal, drawn meanwhile, took 2 % on a 2-core machine."""
+"""Part of a core; work that computes takes more. Drawing a progress bar meanwhile took 2 % on a 2-core machine."""
 
 
 class Watch:
-    """Looks after the calls of a backend. See [Note: a standstill].
+    """Watches the system calls of a backend. See [Note: a standstill].
 
     Args:
-        timeout_s: for so long nothing may move.
+        timeout_s: the longest time in which nothing may move.
         clock: seconds, monotonic.
-        cpu_clock: CPU seconds of work that may compute; None: what moves makes calls.
+        cpu_clock: CPU seconds of work that may compute; None: only system calls show that the work moves.
     """
 
     def __init__(
@@ -60,11 +62,14 @@ class Watch:
 
     @property
     def interval_s(self) -> float:
-        """Between two looks."""
+        """Seconds between two looks."""
         return self.timeout_s / _LOOKS
 
     def begin(self) -> Callable[[], bool]:
-        """A wait begins: what tells, at each look, whether it is over. A call that was found stuck ends it at once."""
+        """Begins a wait. The result is to be called at each look, and tells whether to give up.
+
+        A system call that another wait has found stuck ends this one at once.
+        """
         quiet_s, seen, last, last_cpu = 0.0, self._backend.pulse(), self._clock(), self._cpu_clock()
 
         def is_over() -> bool:
@@ -81,7 +86,7 @@ class Watch:
         return is_over
 
     def timeout(self, what: str, in_flight: list[str]) -> Timeout:
-        """The error of a wait that is over."""
+        """The error of a wait that was given up."""
         return Timeout("\n  ".join([f"{what}: nothing has moved for {self.timeout_s:g} s; in flight:", *in_flight]))
 
 
@@ -89,7 +94,7 @@ class Attended:
     """Blocking work in a thread of its own. See [Note: given up].
 
     Attributes:
-        backend: whose calls show that it moves; the work should use it for all of them.
+        backend: its system calls show that the work moves, so the work should use it for all of them.
     """
 
     def __init__(self, name: str, timeout_s: float, backend: Backend | None = None) -> None:
@@ -105,7 +110,7 @@ class Attended:
         self._threads.shutdown(wait=False)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `function`. Ctrl-C: it is raised when the work has stopped, at its next call of the system.
+        """The result of `function`. Ctrl-C is raised when the work has stopped, at its next system call.
 
         Raises:
             Timeout: nothing moves any more.
@@ -113,7 +118,7 @@ class Attended:
         return self._result(partial(function, *args, **kwargs), is_awaited=True)
 
     def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `call`, of work that changes nothing: nobody waits for what it computes.
+        """As `call`, for work that changes nothing: Ctrl-C does not wait until the work has stopped.
 
         Raises:
             Abandoned: Ctrl-C, at once.
@@ -129,7 +134,7 @@ class Attended:
             if isinstance(error, KeyboardInterrupt) and not is_awaited:
                 raise Abandoned from None
             if not isinstance(error, Timeout):
-                self._wait(self._threads.submit(int))  # behind the work, which may be under way though nobody has it
+                self._wait(self._threads.submit(int))  # queued behind the work, which may run even if `submit` raised
             raise
         return work.result()
 
@@ -145,5 +150,5 @@ class Attended:
 
 
 def _others_cpu_s() -> float:
-    """Of all threads but this one, which looks."""
+    """CPU seconds of all threads except the calling one, which looks."""
     return time.process_time() - time.thread_time()

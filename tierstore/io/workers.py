@@ -2,10 +2,10 @@
 
 Scope: priority, completion on the event loop, closing.
 Not here: what a job does; the loop (see `io/runtime.py`).
-Owner: the pool owns its threads; the loop thread submits; the job's future belongs to who submitted it.
+Owner: the pool owns its threads; the loop thread submits; the job's future belongs to its submitter.
 
 [Note: a cancelled await does not stop a job]
-A thread cannot be stopped in the middle of a system call, so the buffer that it fills stays in use to the job's end.
+A thread cannot be stopped in the middle of a system call, so the buffer that it fills stays in use until the job ends.
 A `Job` therefore refuses to be cancelled: its done-callbacks run when the thread has really finished, and that is
 where leases are freed.
 """
@@ -34,8 +34,8 @@ Ts = TypeVarTuple("Ts")
 class Priority(enum.IntEnum):
     """Smaller goes first; equal ones in the order of submission.
 
-    A write gives back memory that reads ahead need. What stays in memory and is written for a commit (`COMMIT`) gives
-    back none, so it comes last, unless somebody waits for that commit (`WorkerPool.hurry`).
+    A write frees memory that prefetches need. A write for a commit (`COMMIT`), of data that stay in memory, frees none,
+    so it goes last, unless somebody waits for that commit (`WorkerPool.hurry`).
     """
 
     DEMAND = 0
@@ -56,7 +56,7 @@ class Job(asyncio.Future[T]):
     """
 
     def cancel(self, msg: Any = None) -> bool:
-        """Refused: the thread goes on, and so does this."""
+        """Refused: the thread goes on, so the future stays pending."""
         return False
 
 
@@ -95,12 +95,12 @@ class WorkerPool(ForkAware):
         self._is_started = False
 
     def submit(self, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> Job[T]:
-        """Queues a job; its future ends on the loop, when the thread has ended.
+        """Queues a job; its future completes on the loop, when the thread has finished the job.
 
         Threads: the loop thread only.
 
         Raises:
-            ClosedError: the pool is closed, or a thread of it is gone.
+            ClosedError: the pool is closed, was given up, or has lost a thread.
         """
         self.check_process()  # before the lock, which may have been held when this process was forked
         job: Job[T] = Job(loop=asyncio.get_running_loop())
@@ -108,7 +108,7 @@ class WorkerPool(ForkAware):
             self._check_open()
             if not self._is_started:
                 for thread in self._threads:
-                    if thread.ident is None:  # else the system has refused one behind it
+                    if thread.ident is None:  # otherwise started before the system refused a later one
                         thread.start()
                 self._is_started = True
             self._queues[priority].append(_Work(priority, function, args, job))
@@ -116,7 +116,7 @@ class WorkerPool(ForkAware):
         return job
 
     async def perform(self, is_quick: bool, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """The result of a job, of a quick one at once and right here: the way to a thread and back takes longer."""
+        """The result of a job. A quick one runs right here, because a hop to a thread and back takes longer."""
         if not is_quick:
             return await self.submit(priority, function, *args)
         self._check_open()
@@ -124,7 +124,7 @@ class WorkerPool(ForkAware):
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """In here somebody waits for a commit: its jobs go before reads ahead. The loop thread only."""
+        """In this block somebody waits for a commit: its jobs go before prefetches. The loop thread only."""
         self._hurries += 1
         self._order = _HURRIED
         try:
@@ -134,7 +134,7 @@ class WorkerPool(ForkAware):
             self._order = _HURRIED if self._hurries else _USUAL
 
     def in_flight(self) -> list[str]:
-        """One line per running job, with the stack of its thread, and one for those that wait. Any thread."""
+        """One line per running job, with the stack of its thread, and one for the queued jobs. Any thread."""
         now, running, lines = time.monotonic(), self._running.copy(), []
         for thread in self._threads:
             if thread.name in running:
@@ -144,9 +144,9 @@ class WorkerPool(ForkAware):
         return [*lines, f"{self.name}: {waiting} jobs queued"] if waiting else lines
 
     def give_up(self) -> None:
-        """End all waits for jobs, by `ClosedError`; what runs goes on. The loop thread; `close` waits for the threads.
+        """End all waits for jobs with `ClosedError`; running jobs go on, and `close` waits for them. The loop thread.
 
-        A running job still uses what its waiter frees now: lend it to nobody.
+        A running job still uses the buffers that its waiter frees now, so these must not be lent again.
         """
         lost = ClosedError(f"worker pool {self.name!r} was given up")
         self._refuse(lost)
@@ -165,7 +165,7 @@ class WorkerPool(ForkAware):
             if not self._is_closed:
                 for _ in self._threads:
                     self._tokens.put(False)
-                self._is_closed = True  # last: who closes again after an interrupt puts them all
+                self._is_closed = True  # last: after an interrupt here another `close` puts all tokens
         deadline = time.monotonic() + timeout_s
         if not all(thread.ends_within(max(0.0, deadline - time.monotonic())) for thread in self._threads):
             raise Timeout(
@@ -180,7 +180,7 @@ class WorkerPool(ForkAware):
             raise ClosedError(f"worker pool {self.name!r} is closed")
 
     def _next(self) -> _Work[Any] | None:
-        """The most urgent job; None if all were given up with a thread that is gone."""
+        """The most urgent job; None if there is none left because all were given up."""
         while True:
             for priority in self._order:
                 with contextlib.suppress(IndexError):
@@ -196,15 +196,15 @@ class WorkerPool(ForkAware):
                     self._running[name] = (work, time.monotonic())
                     if self._lost is None:
                         _run(work)
-                    else:  # given up between the two lines above, by who has not found it
+                    else:  # given up between the two lines above, by a thread that did not see this job
                         _end(work, None, self._lost)
                     del self._running[name]
                 del work  # an idle thread keeps no buffer or tensor alive
-        except BaseException as error:  # a job keeps its own to itself: this ends the thread
+        except BaseException as error:  # not a job's, which `_run` catches: this one ends the thread
             self._lose_thread(name, error)
 
     def _lose_thread(self, name: str, error: BaseException) -> None:
-        """Nobody is left waiting for a thread that is gone: what it had, and all that is queued, fails."""
+        """Fails the job of a thread that is gone, and all queued jobs, so that nobody waits for them in vain."""
         lost = ClosedError(f"thread {name} was ended by {error!r}; close what uses it, and open it again")
         lost.__cause__ = error
         self._refuse(lost)
@@ -229,7 +229,7 @@ def _run(work: _Work[Any]) -> None:
 
 
 def _end(work: _Work[Any], result: Any, error: BaseException | None) -> None:
-    # Dropped here, in the thread, so that what a job held is gone before its waiter goes on.
+    # The arguments are dropped here, in the thread, so that what a job held is gone before its waiter goes on.
     work.args = ()
     try:
         work.loop.call_soon_threadsafe(_finish, work.job, result, error)
@@ -241,7 +241,7 @@ def _end(work: _Work[Any], result: Any, error: BaseException | None) -> None:
 
 def _finish(job: Job[Any], result: Any, error: BaseException | None) -> None:
     if job.done():
-        return  # its thread ended between the job and this
+        return  # failed before: the job was given up, or its thread was lost
     if error is None:
         job.set_result(result)
     elif isinstance(error, StopIteration):  # a future cannot carry it

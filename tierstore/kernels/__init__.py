@@ -37,7 +37,7 @@ def warm_up(dtypes: Iterable[str]) -> None:
 
 
 def warm_up_adam(dtypes: Iterable[str]) -> None:
-    """As `warm_up`, but only what updates plain arrays, in a tenth of the time."""
+    """As `warm_up`, but only the kernels that update plain arrays, in a tenth of the time."""
     for dtype in dtypes:
         weights, gradient, state = _one_element(dtype)
         adam.adopt_weights(dtype, weights, adam.view_state(dtype, state), 0, 1)

@@ -8,9 +8,9 @@ Owner: none; the caller owns the arrays and lets only one thread at a time work 
     fp32:  m f4[n], v f4[n]                   the weights are the master
     bf16:  m f4[n], v f4[n], residual i2[n]   master bits = (weight << 16) + residual
     fp16:  master f4[n], m f4[n], v f4[n]
-A bf16 weight is its fp32 master rounded to nearest, ties away from zero. In bits that is "add 0x8000 and cut", so what
-was cut lies in [-0x8000, 0x7FFF], and 10 bytes hold losslessly what takes 12 with a full master. A master that rounds
-to inf keeps its value in the residual; a NaN stays a (quiet) NaN, its payload is not kept.
+A bf16 weight is its fp32 master rounded to nearest, ties away from zero. In bits that is "add 0x8000 and cut", so the
+residual lies in [-0x8000, 0x7FFF], and 10 bytes hold losslessly what takes 12 with a full master. A master that rounds
+to inf keeps its value through the residual; a NaN stays a (quiet) NaN, its payload is not kept.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Weights = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Digests = tuple[int | None, int | None]
-"""Of the stored weights and the stored state of a chunk; None: nobody has computed it."""
+"""Digests of the stored weights and the stored state of a chunk; None: it was not computed."""
 
 STATE_SECTIONS = {
     "fp32": (("exp_avg", "F32"), ("exp_avg_sq", "F32")),
     "bf16": (("exp_avg", "F32"), ("exp_avg_sq", "F32"), ("residual", "I16")),
     "fp16": (("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32")),
 }
-"""The sections of a state by the dtype of its weights, one after the other: name and kind, as packs name it."""
+"""The sections of a state in their order, by the dtype of the weights: name, and dtype as safetensors names it."""
 _SECTION_BYTES = {dtype: [{"F32": 4, "I16": 2}[kind] for _, kind in rows] for dtype, rows in STATE_SECTIONS.items()}
 _STATE_BYTES = {dtype: sum(sections) for dtype, sections in _SECTION_BYTES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class AdamCoefficients:
-    """What neighbouring parameters get in one step: hyper-parameters that are the same for all of them.
+    """Hyper-parameters of one step, the same for several neighbouring parameters.
 
     Attributes:
-        step: 1 in their first update.
+        step: number of the step, 1 in their first update.
         decoupled: True is AdamW (Loshchilov and Hutter, 2019), False adds `weight_decay * p` to the gradient.
         gradient_scale: multiplied into the gradient first: clip coefficient divided by loss scale.
     """
@@ -136,7 +136,7 @@ def init_state(dtype: str, master: Floats, weights: Weights, state: Bytes) -> No
 
 
 def write_master(dtype: str, master: Floats, weights: Weights, state: Bytes) -> None:
-    """Sets weights (rounded) and what completes them to `master`; m and v stay."""
+    """Sets weights (rounded) and their complement to `master`; m and v stay."""
     write_master_views(dtype, master, weights, _matching_views(dtype, weights, state))
 
 
@@ -153,7 +153,7 @@ def write_master_views(dtype: str, master: Floats, weights: Weights, views: Stat
 
 
 def read_master(dtype: str, weights: Weights, state: Bytes, out: Floats) -> None:
-    """The fp32 master of every element; of fp16 the one in the state, whatever the weights are."""
+    """The fp32 master of every element; for fp16 this is the one in the state, whatever the weights are."""
     read_master_views(dtype, weights, _matching_views(dtype, weights, state), out)
 
 
@@ -167,7 +167,7 @@ def read_master_views(dtype: str, weights: Weights, views: StateViews, out: Floa
 
 
 def adopt_weights(dtype: str, weights: Weights, views: StateViews, start: int, stop: int) -> None:
-    """Makes weights changed from outside count: a master that does not round to its weight becomes the weight.
+    """Adopts weights that were changed from outside: a master that does not round to its weight becomes the weight.
 
     Only fp16 has anything to do: fp32 weights are their master, and a bf16 master is built from its weight (a residual
     left over from before the change moves it by half a unit in the last place at most).
@@ -191,7 +191,7 @@ def update(
     bf16 weights are read and written. fp16 weights are written only: the master in the state decides.
 
     Args:
-        copy: elements [start, stop) of it become those of `weights`, which takes less than a copy afterwards.
+        copy: its elements [start, stop) get the new weights, too; this takes less time than a copy afterwards.
 
     Shapes: weights [n], gradient and copy [n] of the weights' dtype, state [n * state_bytes_per_element].
     Threads: releases the GIL; disjoint ranges of one chunk may run at the same time. See [Note: bit-exact elements].
@@ -209,7 +209,7 @@ def update_views(
     c: AdamCoefficients,
     copy: Weights | None = None,
 ) -> None:
-    """`update` on sections that lie apart, as an optimizer with a tensor for each keeps them."""
+    """`update` on sections that lie apart, as in an optimizer that keeps a tensor for each."""
     check_arrays(dtype, weights, weights.size)
     check_arrays(dtype, gradient, weights.size)
     if not 0 <= start <= stop <= weights.size:
@@ -235,17 +235,17 @@ def update_with_digests(
 ) -> tuple[Digests, Digests]:
     """`update` of runs of elements, each with coefficients of its own, and the digests of the chunks that hold them.
 
-    In one pass, for what a digest reads is in the caches then: with a commit each step that takes a fifth off a step
-    whose state is in memory (0.40 to 0.32 s, preset 124m, 2 cores, 2026-11-25).
+    It does both in one pass, because the digests then read from the caches. With a commit in each step, and the state
+    in memory, this makes a step a fifth shorter (0.40 to 0.32 s, preset 124m, 2 cores, 2026-11-25).
 
     Args:
-        runs: start, stop and coefficients, in their order; they do not overlap.
-        stored: the bytes of weights (or of `copy`, if that is what is kept) and of state, with padding: multiples of
+        runs: start, stop and coefficients of each run, in order; runs do not overlap.
+        stored: the bytes of weights (or of `copy`, if that is what is stored) and of state, with padding: multiples of
             `compiled.XXH3_BLOCK_BYTES`.
-        asks_before: of which of the two the digest before the update is wanted, too.
+        asks_before: for each of the two, whether its digest before the update is wanted, too.
 
     Returns:
-        `digests.digest` of both before the update, None where that is not asked for, and after it.
+        `digests.digest` of both before the update (None where that is not wanted), and of both after it.
     """
     views = _matching_views(dtype, weights, state)
     check_arrays(dtype, gradient, weights.size)

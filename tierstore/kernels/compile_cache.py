@@ -4,8 +4,9 @@ Scope: the decorator, and what becomes of a cache that cannot be read or written
 Not here: the loops (`compiled.py`).
 Owner: numba, whose files the cache is.
 
-The cache saves seconds and nothing else depends on it: what a power cut has left empty is compiled anew and replaced
-(numba renames without a sync), and on a full disk, or where nothing can be written, each process compiles for itself.
+The cache saves seconds, and nothing else depends on it. A file that a power cut has left empty (numba renames without a
+sync) is replaced after a new compilation. On a full disk, or where nothing can be written, each process compiles for
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Unpickling raises whatever the bytes say, so any exception is one of the cache."""
+    """Unpickling damaged bytes can raise anything, so any exception means that the cache does not work."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -39,7 +40,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(function: Function) -> Function:
-    """A loop as machine code, compiled when it is first called with arguments of such types."""
+    """A loop as machine code, compiled at the first call with arguments of new types."""
     loop = numba.njit(nogil=True, error_model="numpy")(function)
     try:
         loop._cache = _Cache(function)  # what `cache=True` does (numba 0.68), with a cache that may fail

@@ -13,8 +13,8 @@ belongs to a thread and must be the same in all threads that run these loops, or
 (v near g * g, so for |g| < 1e-19 already) is denormal. On Linux a new thread inherits the setting of its creator.
 
 [Note: element types] A loop is written once and specialized by the dtype of its arrays: float32 is fp32, uint16 is
-bf16, and int16 is fp16 (the same 16 bits; the sign of the integer type only tells the two apart). What emits the
-instructions of one element emits those of a vector as well, lane by lane.
+bf16, and int16 is fp16 (the same 16 bits; the sign of the integer type only tells the two apart). The code that emits
+the instructions of one element also emits those of a vector, lane by lane.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def _typed(result: Any, arguments: tuple[Any, ...], build: Callable[..., Any]) -
 
 
 def _require_half_instructions() -> None:
-    """Without F16C the compiler calls a library function that is not there, and the process crashes."""
+    """Raises without F16C: the compiler would call a library function that does not exist, and the process crash."""
     if platform.machine() in ("x86_64", "AMD64") and not binding.get_host_cpu_features().get("f16c", False):
         raise ConfigError("fp16 kernels need a processor with F16C (any x86-64-v3); use bf16 or fp32")
 
 
 def _filled(like: Any, number: int) -> Any:
-    """`number` as a constant of the type of an integer or a vector of integers, in each of its lanes."""
+    """`number` as a constant of the type of `like`: an integer, or a vector of integers with `number` in each lane."""
     kind = like.type
     return ir.Constant(kind, [ir.Constant(kind.element, number)] * kind.count if _is_vector(like) else number)
 
 
 def _as_wide(element: Any, like: Any) -> Any:
-    """`element`, or a vector of as many as `like` has."""
+    """The type `element`, or a vector type of it with as many lanes as `like` has."""
     return ir.VectorType(element, like.type.count) if _is_vector(like) else element
 
 
@@ -83,7 +83,7 @@ def _upper_half(b: Any, bits: Any) -> Any:
 
 
 def _bits(b: Any, value: Any) -> Any:
-    """The bits of fp32; of a NaN those of the quiet one that ends in zeros: rounding others could carry to inf or 0."""
+    """The bits of fp32. Each NaN becomes the quiet one that ends in zeros: rounding others could carry to inf or 0."""
     bits = b.bitcast(value, _as_wide(_INT32, value))
     return b.select(b.fcmp_unordered("uno", value, value), _filled(bits, 0x7FC00000), bits)
 
@@ -192,7 +192,7 @@ _PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x1
 _PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 _STRIPE_BYTES, _STRIPES = 64, 16
 XXH3_BLOCK_BYTES = _STRIPE_BYTES * _STRIPES
-"""What `xxh3` takes multiples of."""
+"""`xxh3` takes multiples of this."""
 
 _SEEDS = tuple(
     np.uint64(seed)
@@ -249,13 +249,13 @@ def add_block(_typing: Any, data: Any, sums: Any) -> Any:
 
 @intrinsic
 def add_last_block(_typing: Any, data: Any, sums: Any) -> Any:
-    """As `add_block`, for the one that ends a message."""
+    """As `add_block`, for the block that ends a message."""
     return _typed(types.none, (data, sums), _ADD_LAST_BLOCK)
 
 
 @intrinsic
 def fold(_typing: Any, a: Any, b: Any) -> Any:
-    """The 128 bits of a product of two uint64, the upper half xor the lower one."""
+    """The upper half xor the lower half of the 128-bit product of two uint64."""
 
     def build(b: Any, first: Any, second: Any) -> Any:
         product = b.mul(b.zext(first, _INT128), b.zext(second, _INT128))
@@ -266,11 +266,11 @@ def fold(_typing: Any, a: Any, b: Any) -> Any:
 
 @compiled
 def xxh3(address: int, nbytes: int, sums: Array) -> Any:
-    """XXH3 (64 bits, no seed) of the bytes at an address, a multiple of `XXH3_BLOCK_BYTES` and not none.
+    """XXH3 (64 bits, no seed) of the bytes at an address; `nbytes` is a positive multiple of `XXH3_BLOCK_BYTES`.
 
     Source: the specification of xxHash, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, inputs of more
-    than 240 bytes. A value is added to its neighbour's sum once per block and not once per stripe: the sums are the
-    same, and vectors need not be shuffled.
+    than 240 bytes. Values are added to their neighbours' sums once per block and not once per stripe: the sums are the
+    same, and vectors are shuffled only once per block.
 
     Args:
         sums: eight uint64 to work with.
@@ -300,7 +300,7 @@ def leaf_digests(data: Array, leaf: int, out: Array) -> None:
 
 
 class Scalars(NamedTuple):
-    """What an update needs besides arrays, rounded once to fp32. See `adam.AdamCoefficients.scalars`."""
+    """The factors of an update, rounded once to fp32. See `adam.AdamCoefficients.scalars`."""
 
     decay: np.float32
     coupled_decay: np.float32
@@ -317,7 +317,7 @@ class Scalars(NamedTuple):
 _AT_ONCE = 16
 """Elements in the vectors of Adam: 16-bit ones then fill a register of AVX2 as fp32 fills two.
 
-Left to itself the compiler takes 8, as many as fp32 fits, and half of each register of bf16 stays empty: that took 1.16
+By itself the compiler takes 8, as many fp32 elements as fit, and half of each bf16 register stays empty: that took 1.16
 ns for an element in the caches where this takes 0.86 (one core of an EPYC with AVX2, 2026-11-29).
 """
 
@@ -349,7 +349,7 @@ class _Floats:
 
 
 def _adam(old: Sequence[_Floats], c: Any, *, is_coupled: bool) -> tuple[_Floats, _Floats, _Floats]:
-    """(p, m, v) after one step, from (p, m, v, g); `c` are `Scalars`, each in all lanes."""
+    """(p, m, v) after one step, from (p, m, v, g); `c` is `Scalars`, each in all lanes."""
     p, m, v, g = old
     g = g * c.gradient_scale
     if is_coupled:  # not `+ 0 * p`: an infinite weight would turn m and v into NaN
@@ -376,7 +376,7 @@ def adam_lanes(
     _typing: Any, lanes: Any, is_coupled: Any, weights: Any, gradient: Any, m: Any, v: Any, complement: Any, copy: Any,
     i: Any, c: Any,
 ) -> Any:  # fmt: skip
-    """One step of Adam of the elements [i, i + lanes) of a chunk; `lanes` and `is_coupled` are constants."""
+    """One step of Adam on the elements [i, i + lanes) of a chunk; `lanes` and `is_coupled` are constants."""
     if not isinstance(lanes, types.IntegerLiteral):  # a second attempt, after a type was refused
         return None
     kinds, count = [weights, gradient, m, v, complement, copy], lanes.literal_value
@@ -384,7 +384,7 @@ def adam_lanes(
     of_weights, of_state = (weights.dtype, True), (types.float32, True)
     of_complement = (types.int16 if is_bf16 else types.float32, True)
     wanted = (of_weights, (weights.dtype, False), of_state, of_state, of_complement, of_weights)
-    for kind, (dtype, is_written) in zip(kinds, wanted):  # addresses do not tell
+    for kind, (dtype, is_written) in zip(kinds, wanted):  # addresses, which the code works with, have no types
         if kind != types.none and (kind.dtype != dtype or kind.layout != "C" or kind.mutable < is_written):
             return None
     if weights.dtype == types.int16:
@@ -438,12 +438,12 @@ def adam_with_digests(
     """Adam over runs of elements, and `leaf_digests` of the bytes that hold them, while these are in the caches.
 
     Args:
-        bounds: int64 [runs, 2], first element and last + 1 of each run, in their order.
-        scalars: fp32 [runs, 10], of each run its `Scalars`.
+        bounds: int64 [runs, 2], first element and last + 1 of each run, in order.
+        scalars: fp32 [runs, 10], the `Scalars` of each run.
         stored: two arrays of bytes.
-        sections: of each, int64 [sections, 2], where the elements lie in it: first byte, and bytes of an element.
-        before: of each, what its `leaf_digests` was; empty where that is not asked for.
-        after: of each, what its `leaf_digests` becomes.
+        sections: for each array, int64 [sections, 2], where elements lie in it: first byte, and bytes of an element.
+        before: for each array, gets its `leaf_digests` before the update; empty where these are not wanted.
+        after: for each array, gets its `leaf_digests` after the update.
     """
     sums = np.empty(8, np.uint64)
     was_0, was_1 = _progress(sections[0], leaf, 0, before[0]), _progress(sections[1], leaf, 0, before[1])
@@ -451,7 +451,7 @@ def adam_with_digests(
     run = 0
     for begin in range(0, weights.size, leaf // 2):
         end = min(begin + leaf // 2, weights.size)
-        _digest_sections(stored[0], leaf, sections[0], end, 1, was_0, before[0], sums)  # what will change, if in part
+        _digest_sections(stored[0], leaf, sections[0], end, 1, was_0, before[0], sums)  # leaves about to change
         _digest_sections(stored[1], leaf, sections[1], end, 1, was_1, before[1], sums)
         while run < len(bounds) and bounds[run, 0] < end:
             a, b = max(bounds[run, 0], begin), min(bounds[run, 1], end)
@@ -463,7 +463,7 @@ def adam_with_digests(
             if bounds[run, 1] > end:
                 break
             run += 1
-        _digest_sections(stored[0], leaf, sections[0], end, leaf, is_0, after[0], sums)  # what changes no more
+        _digest_sections(stored[0], leaf, sections[0], end, leaf, is_0, after[0], sums)  # leaves that are final
         _digest_sections(stored[1], leaf, sections[1], end, leaf, is_1, after[1], sums)
     _digest_rest(stored[0], leaf, was_0, before[0], sums)
     _digest_rest(stored[1], leaf, was_1, before[1], sums)
@@ -473,7 +473,7 @@ def adam_with_digests(
 
 @compiled
 def _progress(sections: Array, leaf: int, rounding: int, out: Array) -> tuple[Array, Array]:
-    """The leaf of each section that comes next, and of each leaf whether its digest is there."""
+    """For each section the leaf that comes next, and for each leaf whether its digest is there."""
     return (sections[:, 0] + rounding) // leaf, np.zeros(out.size, np.bool_)
 
 
@@ -486,7 +486,7 @@ def _scalars_of(row: Array) -> Scalars:
 def _digest_sections(
     data: Array, leaf: int, sections: Array, end: int, reach: int, progress: Any, out: Array, sums: Array
 ) -> None:
-    """Of leaves of which `reach` bytes or more lie before the end of a section's element `end - 1`."""
+    """Digests leaves that have at least `reach` bytes before the end of a section's element `end - 1`."""
     following, is_done = progress
     if out.size == 0:
         return
@@ -566,7 +566,7 @@ def square_sums(values: Array, out: Array, block: int) -> None:
 
 @compiled
 def copy_all_squares(pieces: Array, target: Array, lanes: Array, block: int) -> None:
-    """`copy_squares` of several; int64 [pieces, 3]: start in `target`, address of the first element, and size."""
+    """`copy_squares` of `pieces`, int64 [pieces, 3]: start in `target`, address of the first element, and size."""
     for k in range(len(pieces)):
         source = numba.carray(pointer_to(target, pieces[k, 1]), (pieces[k, 2],))
         copy_squares(source, target, pieces[k, 0], lanes, block)
@@ -574,7 +574,7 @@ def copy_all_squares(pieces: Array, target: Array, lanes: Array, block: int) -> 
 
 @compiled
 def copy_squares(source: Array, target: Array, start: int, lanes: Array, block: int) -> None:
-    """Copies to element `start` of `target`; lanes[k] gets what `square_sums` would add to the lanes of block k."""
+    """Copies to `target` from `start` on; adds to lanes[k] what `square_sums` would add to the lanes of block k."""
     done = 0
     while done < source.size:
         row, lane = lanes[start // block], start % LANES
@@ -595,7 +595,7 @@ def copy_squares(source: Array, target: Array, start: int, lanes: Array, block: 
 
 @compiled
 def copy_squares_in(source: Array, target: Array, lane: int, lanes: Array) -> None:
-    """Of a few elements, of which the first belongs to this lane."""
+    """Copies a few elements, and adds their squares to the lanes; the first element belongs to `lane`."""
     for i in range(source.size):
         target[i] = source[i]
         x = np.float64(widen(source[i]))

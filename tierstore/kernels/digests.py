@@ -3,8 +3,9 @@
 Scope: bytes in numpy arrays. Not here: the loops (`compiled.py`), which chunk has which digest (`store/slots.py`).
 Owner: none; pure functions.
 
-[Note: leaves] A digest that is computed in the order of the bytes takes a pass of its own, for a chunk of state holds
-all m, then all v, and an update goes over both at once. Of leaves, those that it has just written are in the caches.
+[Note: leaves] A digest that is computed in the order of the bytes takes a pass of its own, because a chunk of state
+holds all m, then all v, and an update goes over both at once. Leaves can be digested as soon as the update has written
+them, while they are in the caches.
 """
 
 from __future__ import annotations
@@ -41,6 +42,6 @@ def empty_leaves(nbytes: int) -> Leaves:
 
 
 def combined(leaves: Leaves) -> int:
-    """The digest of what has these leaves."""
+    """The digest of the data whose leaves have these digests."""
     little: npt.NDArray[Any] = leaves.astype("<u8", copy=False)
     return int(xxhash.xxh3_64_intdigest(little.tobytes()))

@@ -1,7 +1,7 @@
 """Elements of tensors as the kernels see them: fp32 as it is, bf16 and fp16 as their bits in uint16.
 
 Not here: arithmetic on them (`adam.py`, `norms.py`).
-Owner: none; what is returned of a buffer is a view of it.
+Owner: none; `elements_of` and `typed` return views.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def elements_of(array: npt.NDArray[np.uint8], dtype: str, count: int) -> Array:
 
 
 def typed(dtype: str, elements: Array) -> Array:
-    """As the loops tell fp16 from bf16: see [Note: element types] in `compiled.py`."""
+    """With the type by which the loops tell fp16 from bf16: see [Note: element types] in `compiled.py`."""
     return elements.view(np.int16) if dtype == "fp16" else elements
 
 
 def to_float(dtype: str, elements: Array) -> npt.NDArray[np.float32]:
-    """Their values, as fp32."""
+    """The values of elements, as fp32."""
     if dtype == "bf16":
         return (elements.astype(np.uint32) << 16).view(np.float32)
     return elements.view(np.float16).astype(np.float32) if dtype == "fp16" else elements.astype(np.float32)

@@ -20,7 +20,7 @@ from tierstore.kernels.elements import typed
 from tierstore.plan.placement import BLOCK
 
 Piece = tuple[int, int, int]
-"""Where contiguous elements come to lie, the address at which they lie, and how many they are."""
+"""Contiguous elements: where they go in the total, their address, and their number."""
 
 
 def square_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.float64]) -> None:
@@ -38,10 +38,10 @@ def square_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.floa
 def copy_with_square_sums(
     dtype: str, pieces: Sequence[Piece], total: npt.NDArray[Any], out: npt.NDArray[np.float64]
 ) -> None:
-    """Copies pieces into `total`, and gives what `square_sums` of `total` would, bit for bit.
+    """Copies pieces into `total`, and sets `out` as `square_sums` of `total` would, bit for bit.
 
-    This takes less than one after the other. Pieces come in their order, do not overlap, and elements of `total` that
-    are in none of them are zero. Their memory is the caller's to keep.
+    This takes less time than a copy and then the sums. Pieces are in order and do not overlap; elements of `total`
+    outside all pieces must be zero already. The caller keeps the memory of the pieces until this returns.
 
     Shapes: total [n], out [ceil(n / BLOCK)].
     """
