@@ -110,7 +110,7 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("shard", 1), "shard is 1, not a number of 0 to 0"),
         (_set("shards", 0), "shards is 0"),
         (_set("archive", "0123"), "not 16 hexadecimal digits"),
-        (_set("aliases", {"x": "nothing"}), "the name 'x' stands for 'nothing'"),
+        (_set("aliases", {"x": "nothing"}), "the alias 'x' is a tensor itself, or 'nothing', its target"),
         (_set("more", 1), r"is not an object of version, archive.*: 'more' is not known"),
     ],
 )

@@ -193,7 +193,7 @@ def test_what_has_no_model_is_refused() -> None:
     other = StepRecord(record().groups[:1], ((0, 1.0),), (), ())
     with pytest.raises(ConfigError, match="different models"):
         forecast(other, placement, Machine(RATES), StepPolicy(1, UpdateSchedule.STEP))
-    with pytest.raises(ConfigError, match="does not get faster"):
+    with pytest.raises(ConfigError, match="slower must be at least 1"):
         Machine(RATES, slower=both_ways(0.5))
     with pytest.raises(ConfigError, match="a thread each"):
         Machine(RATES, io_threads=0)

@@ -446,7 +446,7 @@ class TestStrangers:
             ({"records/weights/0": [0, 2**40, "0" * 16, True]}, "a length is 1099511627776"),
             ({"records/weights/0": [0, 4096, "0" * 16, 1]}, "a checksum is one of leaves is 1, not true or false"),
             ({"records/weights/0": [0, 4096, "0" * 16]}, "is 3 values, not 4"),
-            ({"records/weights/0": [0, 2**20, "0" * 16, True]}, "the store is damaged: chunk .* has the ChunkRecord"),
+            ({"records/weights/0": [0, 2**20, "0" * 16, True]}, "1048576 B of chunk .* in slot 0, where 2 slots"),
             ({"captured": {}}, "lacks buffers, loss_scale, optimizer"),
             ({"captured/step": "3"}, "holds a str as step"),
             ({"captured/random/numpy/$tuple/2": 10**6}, "the position of numpy's random state is 1000000"),

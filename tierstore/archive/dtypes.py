@@ -35,7 +35,7 @@ def torch_dtype(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[torch.dt
         raise FormatError(f"tensor {quoted(name)} has the shape {list(shape)}, which torch cannot make")
     if dtype == "F4":
         if shape[-1] % 2:
-            raise FormatError(f"tensor {quoted(name)} has rows of {shape[-1]} 4-bit floats, which torch cannot halve")
+            raise FormatError(f"tensor {quoted(name)} has rows of {shape[-1]} 4-bit floats; torch needs an even number")
         shape = (*shape[:-1], shape[-1] // 2)
     return TORCH_DTYPES[dtype], shape
 

@@ -149,5 +149,5 @@ def _open(path: Path) -> ArchiveFile:
     header = read_header(path)
     archive = read_archive(header, str(path))
     if archive is None or SEAL_KEY not in header.metadata:
-        raise FormatError(f"{path} is an ordinary safetensors file, not a pack of tierstore; make one of it by pack")
+        raise FormatError(f"{path} is an ordinary safetensors file, not a pack; make one of it by `tierstore pack`")
     return ArchiveFile(path, header, archive)

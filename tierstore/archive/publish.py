@@ -115,8 +115,8 @@ class Publication(contextlib.ExitStack):
                 if not all(map(is_at, self.temporaries, self._locks)):
                     place = self.directories[0]
                     raise ConfigError(
-                        f"another process writes to {place}, where nothing can be locked, or it was moved or replaced "
-                        "meanwhile; give another destination"
+                        f"{place} was moved or replaced while it was written, or another process writes there, and its "
+                        "file system has no locks; give another destination"
                     )
             return self._commit(names, index) if self.single is None else self._commit_one(self.single)
 

@@ -108,7 +108,7 @@ def check_piece_count(count: int, file_bytes: int, source: str) -> None:
     """
     if count > _ALWAYS_FINE_PIECES + file_bytes // _BYTES_OF_A_PIECE:
         raise FormatError(
-            f"{source} has tensors that are {count} pieces and more of its {file_bytes} B; save them with .contiguous()"
+            f"{source} has tensors of {count} pieces or more, too many for {file_bytes} B; save them with .contiguous()"
         )
 
 
@@ -256,7 +256,7 @@ def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
                 raise FormatError(f"{source} was written on a machine of another byte order; save it again on this one")
         spans.sort()
         if any(begin < end for (_, end), (begin, _) in itertools.pairwise(spans)):
-            raise ValueError("two records are the same bytes")
+            raise ValueError("two records of the archive overlap")
         pickle_bytes = sum(info.file_size for info in pickles)
         if pickle_bytes > MOST_BYTES:
             raise ValueError(f"a pickle of {pickle_bytes} B, more than {MOST_BYTES}")

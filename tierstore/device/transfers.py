@@ -241,8 +241,8 @@ class CudaDevice:
                 _enlarge(storage, nbytes)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"the GPU has no room for {nbytes} B ({format_size(nbytes)}) of gpu_memory beside what that does not "
-                f"count, as activations: lower gpu_memory ({str(error).splitlines()[0]})"
+                f"the GPU has no room for {nbytes} B ({format_size(nbytes)}) of gpu_memory beside memory that it does "
+                f"not include, such as activations: lower gpu_memory ({str(error).splitlines()[0]})"
             ) from error
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:

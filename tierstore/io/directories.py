@@ -45,8 +45,8 @@ def why_in_memory(path: Path) -> str | None:
             system = kind.split()[0].decode()
             if system in ("tmpfs", "ramfs"):
                 return (
-                    f"{path} is in memory ({system}): it spares none, and what is there does not outlive the machine; "
-                    "give a directory of a disk"
+                    f"{path} is in memory ({system}): files there save no memory, and are lost when the machine stops; "
+                    "give a directory on a disk"
                 )
     return None
 

@@ -85,7 +85,7 @@ def make_anew(directory: Path, backend: Backend) -> None:
             directory.unlink()
         shutil.rmtree(directory, ignore_errors=True)
     if not backend.make_directories(directory):
-        raise StorageError(f"{directory}, of a write that was killed, cannot be removed; remove it")
+        raise StorageError(f"cannot remove {directory}, which a killed write has left; remove it")
 
 
 def takes_lock(descriptor: int, *, is_needed: bool = False) -> bool:

@@ -87,8 +87,8 @@ def refuse_impossible(claims: Sequence[MemoryClaim], what: str) -> None:
         wanted_bytes = sum(claim.nbytes for claim in claims if name in claim.limits)
         if wanted_bytes > limit_bytes:
             raise BudgetError(
-                f"{what} takes {format_size(wanted_bytes)} of CPU memory, and the machine, or a control group, has "
-                f"{format_size(limit_bytes)} for all: give smaller budgets"
+                f"{what} takes {format_size(wanted_bytes)} of CPU memory, and the machine, or its control group, "
+                f"allows {format_size(limit_bytes)} for all processes: give smaller budgets"
             )
 
 

@@ -258,7 +258,7 @@ def _check_against(archive: Archive, header: Header) -> None:
         raise FormatError(f"{len(tensors) - len(names)} tensors stand in two groups")
     for alias, name in archive.aliases.items():
         if name not in names or alias in names:
-            raise FormatError(f"the name {quoted(alias)} stands for {quoted(name)}: that is not a tensor, or it is one")
+            raise FormatError(f"the alias {quoted(alias)} is a tensor itself, or {quoted(name)}, its target, is none")
     positions = [group.position for group in archive.groups]
     if positions != sorted(set(positions)):
         raise FormatError("the groups are not in their order")

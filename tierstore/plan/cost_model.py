@@ -104,8 +104,9 @@ def fit_timings(timings: Sequence[Timing]) -> Fit:
         ConfigError: fewer than two sizes, or a time that is not positive.
     """
     points = sorted(timings, key=lambda timing: timing.nbytes)
-    if len({point.nbytes for point in points}) < 2:
-        raise ConfigError(f"alpha and beta need timings of two sizes at least, not of {len(points)}")
+    sizes = {point.nbytes for point in points}
+    if len(sizes) < 2:
+        raise ConfigError(f"alpha and beta need timings of at least two sizes, not of {len(sizes)}")
     if bad := [point for point in points if not (point.seconds > 0 and math.isfinite(point.seconds))]:
         raise ConfigError(f"a collective of {bad[0].nbytes} B cannot have taken {bad[0].seconds} s")
     alpha_s, s_per_byte = _repeated_medians(points)

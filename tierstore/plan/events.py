@@ -74,7 +74,7 @@ class Clock:
             if self._later:
                 self.now_s, _, action = heapq.heappop(self._later)
                 action()
-        raise ConfigError("the step on paper waits for itself: these budgets leave no order in which it ends")
+        raise ConfigError("the simulated step waits for itself within these budgets: raise cpu_memory or gpu_memory")
 
     def _advance(self, begun: _Begun) -> None:
         process, ended = begun

@@ -53,7 +53,7 @@ class Node:
         if min(counts) < 1:
             raise ConfigError(f"a node has at least one GPU, link and disk, not {counts}")
         if not (self.gpu_bytes > 0 and self.flop_per_s > 0 and self.cpu_bytes > 0 and self.nvme_bytes >= 0):
-            raise ConfigError(f"a node has memory and computes: {self.name} cannot have {asdict(self)}")
+            raise ConfigError(f"a node needs memory and flop/s above 0: {self.name} cannot have {asdict(self)}")
 
     @property
     def computes_on_cpu(self) -> bool:

@@ -50,7 +50,7 @@ class ResidencyPolicy:
 
     def __init__(self, order: tuple[int, ...], sizes: tuple[int, ...], capacity_bytes: int, depth: int) -> None:
         if not order or not all(0 <= group < len(sizes) for group in order):
-            raise ConfigError(f"an order visits at least one of the {len(sizes)} groups, and no other; got {order}")
+            raise ConfigError(f"an order must name at least one group, each from 0 to {len(sizes) - 1}; got {order}")
         if depth < 0 or any(size < 0 for size in sizes):
             raise ConfigError(f"depth and sizes cannot be negative: depth {depth}, sizes {sizes}")
         self.order = order

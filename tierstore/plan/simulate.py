@@ -39,7 +39,7 @@ class Visit:
 
     def __post_init__(self) -> None:
         if min(self.group, self.bytes, self.compute_s, self.other_bytes) < 0:
-            raise ConfigError(f"nothing of a visit can be negative: {self}")
+            raise ConfigError(f"no field of a visit can be negative: {self}")
 
 
 @dataclass(frozen=True, slots=True)

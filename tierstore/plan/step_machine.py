@@ -39,7 +39,7 @@ class Machine:
         if min(self.io_threads, self.update_threads) < 1:
             raise ConfigError(f"I/O and updates need a thread each, not {self.io_threads} and {self.update_threads}")
         if min(self.slower.values(), default=1.0) < 1 or self.sync_s < 0:
-            raise ConfigError(f"what runs beside something else does not get faster, and time is not negative: {self}")
+            raise ConfigError(f"slower must be at least 1, and sync_s not negative: {self}")
 
     def beside_training(self, strength: float, drag: float) -> Machine:
         """The machine as a training step finds it: see `StepRecord`.

@@ -55,9 +55,9 @@ class StepRecord:
         if not all(0 <= seconds < _MOST_SECONDS for seconds in times_s):  # False for nan
             raise ConfigError("the times of a recorded step are seconds, finite and from 0 to 10^9")
         if not 0 < self.drag < _MOST_SECONDS:
-            raise ConfigError(f"reads and writes take so many times as long, finite and above 0, not {self.drag}")
+            raise ConfigError(f"drag must be finite and above 0, not {self.drag}")
         if self.acquired_bytes is not None and not 0 < self.acquired_bytes < _MOST_BYTES:
-            raise ConfigError(f"weights that are used together have 1 to 2^62 B, not {self.acquired_bytes}")
+            raise ConfigError(f"acquired_bytes must be 1 to 2^62, not {self.acquired_bytes}")
 
     @property
     def compute_s(self) -> float:
