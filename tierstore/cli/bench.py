@@ -34,16 +34,16 @@ def bench(
         Path, typer.Option(parser=directory, metavar="DIR", help="A directory on the disk to measure.")
     ] = Path(),
     rounds: Annotated[int, typer.Option(metavar="N", help="Rounds that count; one more warms up.")] = 5,
-    size: Annotated[int, size_option("Of the file of disk, the checkpoint of load [default: 4GiB].")] = 2**32,
-    params: Annotated[int, typer.Option(metavar="N", help="Of adam.")] = 2**26,
-    steps: Annotated[int, typer.Option(metavar="N", help="Of step in a round, after one that does not count.")] = 2,
+    size: Annotated[int, size_option("Size of the file of disk and the checkpoint of load [default: 4GiB].")] = 2**32,
+    params: Annotated[int, typer.Option(metavar="N", help="Parameters of adam.")] = 2**26,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps of step in a round, after a first one.")] = 2,
     curve: Annotated[bool, typer.Option("--curve", help="Only the curve of step over CPU budgets.")] = False,
     large: Annotated[bool, typer.Option("--large", help="Only step with 1.5B parameters; writes 48 GB.")] = False,
     heat: Annotated[
         str | None, typer.Option(metavar="disk|memory|accumulate|cost", help="Only this part of step.")
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="Of the models of step.")] = "bf16",
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: all is what needs a GPU, tests too.")] = "cpu",
+    dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="Dtype of the models of step.")] = "bf16",
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="With cuda, all runs what needs a GPU.")] = "cpu",
     json: Annotated[Path | None, file_option("All answers, machine, versions, command.")] = None,
     markdown: Annotated[Path | None, file_option("The tables, with machine and command.")] = None,
     debug: Debug = False,

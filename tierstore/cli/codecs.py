@@ -23,13 +23,13 @@ def codecs(
         ),
     ],
     disk: Annotated[
-        int | None, size_option("What a disk reads and writes a second, as 500MB: does it pay?", "RATE", rate)
+        int | None, size_option("Bytes per second of a disk, such as 500MB: tells what pays there.", "RATE", rate)
     ] = None,
     cores: Annotated[int, typer.Option(help="How many encode and decode at once.")] = 1,
     overlapped: Annotated[
         bool, typer.Option("--overlapped", help="Those cores have nothing else to do, as beside a GPU.")
     ] = False,
-    sample: Annotated[int, size_option("To try of each kind and dtype [default: 64MiB].")] = 2**26,
+    sample: Annotated[int, size_option("Bytes to try of each kind and dtype [default: 64MiB].")] = 2**26,
     json: Annotated[Path | None, file_option("All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:

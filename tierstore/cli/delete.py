@@ -22,7 +22,7 @@ def delete(
         typer.Argument(parser=directory, metavar="DIR...", help="All directories over which the store is striped."),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json: Annotated[Path | None, file_option("The files that are gone, in bytes.")] = None,
+    json: Annotated[Path | None, file_option("The removed files, in bytes.")] = None,
     debug: Debug = False,
 ) -> None:
     """Remove a store: all of it, and nothing that no store made.

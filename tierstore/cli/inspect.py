@@ -48,7 +48,7 @@ def verify(
     paths: Annotated[list[Path], _PATHS],
     memory: Annotated[int, size_option("The most memory it may take [default: 1GiB].")] = 2**30,
     timeout: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="A disk that has not answered for so long is stuck.")
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Fail if the disk does not answer for so long.")
     ] = 1800.0,
     json: Annotated[Path | None, file_option("Totals and all damage.")] = None,
     debug: Debug = False,

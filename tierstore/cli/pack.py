@@ -18,7 +18,7 @@ from tierstore.errors import ConfigError
 
 _MEMORY = size_option("The most memory this process may take [default: 1GiB].")
 _TIMEOUT = typer.Option(
-    min=1.0, metavar="SECONDS", help="A disk that has not answered one call for so long is stuck: an error says where."
+    min=1.0, metavar="SECONDS", help="Fail if the disk does not answer one call for so long, and say where."
 )
 _JSON = file_option("What was done, in bytes and seconds.")
 _INTERRUPTED = "interrupted; what was not finished is removed"
@@ -34,11 +34,12 @@ def pack(
             parser=directory, metavar="DST...", help="A name ending in .safetensors; or directories, one for each disk."
         ),
     ],
-    codec: Annotated[Codec, typer.Option(help="Of all chunks; auto: what pays for each dtype.")] = Codec.NONE,
+    codec: Annotated[Codec, typer.Option(help="Codec of all chunks; auto: what pays for each dtype.")] = Codec.NONE,
     read_rate: Annotated[
         int | None,
         size_option(
-            "With auto: bytes per second of the disk to read from; the fastest is taken [default: the smallest].",
+            "With --codec auto: bytes per second of the disk to read from; the fastest to load is taken "
+            "[default: the smallest].",
             "RATE",
             rate,
         ),
@@ -50,7 +51,7 @@ def pack(
     chunk: Annotated[int, size_option("Unit of checksums [default: 8MiB].")] = 2**23,
     below: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Only what the checkpoint holds below this key, as state_dict; not in names."),
+        typer.Option(metavar="KEY", help="Only what the checkpoint holds below this key, such as state_dict."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")] = False,
     timeout: Annotated[float, _TIMEOUT] = 1800.0,
@@ -95,7 +96,7 @@ def unpack(
             help="A pack, or its directories; then a directory, or a name ending in .safetensors, .pt or .bin.",
         ),
     ],
-    shard_size: Annotated[int | None, size_option("Of one file in a directory [default: 5GB].")] = None,
+    shard_size: Annotated[int | None, size_option("Size of each file in a directory [default: 5GB].")] = None,
     memory: Annotated[int, _MEMORY] = 2**30,
     timeout: Annotated[float, _TIMEOUT] = 1800.0,
     json: Annotated[Path | None, _JSON] = None,

@@ -40,27 +40,27 @@ def plan(
     gpus: Annotated[
         int | None,
         typer.Option(
-            help="GPUs of each node; without --nodes, of as many nodes as that takes [default: the machine's, or 1 "
-            "with --bandwidth alone]."
+            help="GPUs of each node; without --nodes, all GPUs, on as many nodes as that takes [default: the "
+            "machine's, or 1 with --bandwidth alone]."
         ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Machines [default: as many as --gpus takes].")] = None,
     gpu_memory: Annotated[
-        int | None, size_option("Of each GPU; of rates measured without one, a part of --cpu-memory.")
+        int | None, size_option("Memory of each GPU; for rates measured without a GPU, a part of --cpu-memory.")
     ] = None,
-    cpu_memory: Annotated[int | None, size_option("Of a node.")] = None,
-    nvme_capacity: Annotated[int | None, size_option("Of a node's disks together; 0 is none.")] = None,
+    cpu_memory: Annotated[int | None, size_option("CPU memory of a node.")] = None,
+    nvme_capacity: Annotated[int | None, size_option("Capacity of a node's disks together; 0: no disks.")] = None,
     nvme_read: Annotated[int | None, size_option("Bytes per second of a node's disks together.", "RATE", rate)] = None,
     nvme_write: Annotated[int | None, size_option("Likewise [default: as --nvme-read].", "RATE", rate)] = None,
-    disks: Annotated[int | None, typer.Option(help="Drives of a node, each as the machine's.")] = None,
+    disks: Annotated[int | None, typer.Option(help="Drives of a node, each like the machine's own.")] = None,
     link: Annotated[
         int | None, size_option("Bytes per second between CPU memory and GPUs, each way, of each link.", "RATE", rate)
     ] = None,
-    links: Annotated[int | None, typer.Option(help="Such links of a node.")] = None,
+    links: Annotated[int | None, typer.Option(help="Number of these links in a node.")] = None,
     flops: Annotated[
         float | None,
         typer.Option(
-            help="Flop/s of a GPU, as training reaches it [default: of --bandwidth without --machine, or half its "
+            help="Flop/s of a GPU, as training reaches it [default: that of --bandwidth without --machine, or half its "
             "data sheet's]."
         ),
     ] = None,
@@ -85,14 +85,14 @@ def plan(
         Attention, typer.Option(help="eager keeps matrices of sequence x sequence for backward.")
     ] = Attention.FUSED,
     update: Annotated[
-        UpdateSchedule, typer.Option(help="When the optimizer runs; auto as in train, which clips.")
+        UpdateSchedule, typer.Option(help="When the optimizer runs; auto: as in train with clipping.")
     ] = UpdateSchedule.AUTO,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     deepspeed: Annotated[
         Path | None,
-        file_option("Translate a ds_config.json instead; --gpus, --nodes, --gpu-memory and --cpu-memory count."),
+        file_option("Translate a ds_config.json instead; uses only --gpus, --nodes, --gpu-memory, --cpu-memory."),
     ] = None,
-    write: Annotated[Path | None, file_option("Of --deepspeed: the arguments of tierstore as JSON.")] = None,
+    write: Annotated[Path | None, file_option("With --deepspeed: write the arguments of tierstore as JSON.")] = None,
     json: Annotated[Path | None, file_option("All figures, in bytes and seconds.")] = None,
     plot: Annotated[Path | None, file_option("Bytes by tier, seconds by phase.", "FILE.png|svg")] = None,
     debug: Debug = False,

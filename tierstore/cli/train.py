@@ -26,7 +26,7 @@ def train(
     context: typer.Context,
     options: Annotated[
         Path | None,
-        file_option("JSON object of options by name; what is given beside it counts more."),
+        file_option("JSON object of options by name; options on the command line override it."),
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="Architecture with new weights [default: 25m].")] = None,
     config: Annotated[Path | None, file_option("config.json of any Hugging Face causal LM, with new weights.")] = None,
@@ -104,7 +104,7 @@ def train(
     ] = None,
     json: Annotated[Path | None, file_option("A line of JSON per step, written before its commit.")] = None,
     trace: Annotated[Path | None, file_option("Chrome trace with a track per link and tier.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; of several ranks each takes its own GPU.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; with several ranks each takes a GPU.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(help="Threads of torch, and of the update [default: all cores, shared by ranks].")
     ] = None,
@@ -112,7 +112,7 @@ def train(
         FreedMemory,
         typer.Option(
             help="keep what a step frees for the next one, faster on a CPU; or return it to the system; auto: keep it "
-            "if no update needs the disk, else that of small buffers."
+            "if no update needs the disk, else only small buffers."
         ),
     ] = FreedMemory.AUTO,
     bandwidth: Annotated[

@@ -25,12 +25,12 @@ _OF_MEASURE = ("depth", "rounds", "steps")
 def tune(
     context: typer.Context,
     bandwidth: Annotated[Path | None, file_option("Rates, as `probe --json` writes them [default: measured].")] = None,
-    preset: Annotated[Preset | None, typer.Option(help="Architecture, as of train [default: 25m].")] = None,
+    preset: Annotated[Preset | None, typer.Option(help="Architecture, as in train [default: 25m].")] = None,
     config: Annotated[Path | None, file_option("config.json of a Hugging Face model.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(parser=directory, metavar="DIR", help="Local safetensors checkpoint.")
     ] = None,
-    gpu_memory: Annotated[int | None, size_option("Budget of the GPU tier [default: as of train].")] = None,
+    gpu_memory: Annotated[int | None, size_option("Budget of the GPU tier [default: as in train].")] = None,
     cpu_memory: Annotated[int, size_option("Budget of the CPU tier [default: 1GiB].")] = 2**30,
     nvme: Annotated[
         list[Path] | None,
@@ -48,7 +48,7 @@ def tune(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads of torch and of the update [default: all].")] = None,
     freed_memory: Annotated[
-        FreedMemory, typer.Option(help="Of the run: keep what a step frees, or return it; see train.")
+        FreedMemory, typer.Option(help="Whether the run keeps or returns what a step frees; see train.")
     ] = FreedMemory.AUTO,
     record: Annotated[Path | None, file_option("Recorded step [default: record one now, with the engine].")] = None,
     save_record: Annotated[Path | None, file_option("Keep the recorded step.")] = None,
