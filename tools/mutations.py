@@ -299,10 +299,10 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "what is captured is abandoned with its generation", "store/commits.py Commits._publish",
-        "await manifests.abandon(number)", "store/test_commits.py",
+        "await self._manifests.abandon(commit.number)", "store/test_commits.py",
     ),
     Mutation(
-        "a commit waits for what is called before it", "store/commits.py Commits._publish", ", *others))",
+        "a commit waits for what is called before it", "store/commits.py Commits._make_durable", ", *others))",
         "store/test_commits.py", "))",
     ),
     Mutation(
@@ -372,7 +372,7 @@ MUTATIONS: Sequence[Mutation] = (
         "await asyncio.shield(write)", POWER_CUT,
     ),
     Mutation(
-        "commits follow one another", "store/commits.py Commits._publish", "await asyncio.shield(previous)",
+        "commits follow one another", "store/commits.py Commits._capture", "await asyncio.shield(commit.previous)",
         "store/test_commits.py",
     ),
     Mutation(
@@ -1041,8 +1041,8 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_out_of_turn.py", becomes="pass",
     ),
     Mutation(
-        "a generation is one step", "store/commits.py Commits._publish", "self._refuse_several_steps(everywhere)",
-        "train/test_zero_models.py",
+        "a generation is one step", "store/commits.py Commits._publish",
+        "self._refuse_several_steps(commit.everywhere)", "train/test_zero_models.py",
     ),
     Mutation(
         "half changed weights", "train/steps.py Steps.backward", "keeps_weights=not is_streaming",

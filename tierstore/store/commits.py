@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from tierstore.plan.placement import Kind, Placement
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.manifest import Captured, Generation
-from tierstore.store.manifest_files import COMMIT, PER_RANK
+from tierstore.store.manifest_files import COMMIT, PER_RANK, Manifests
 from tierstore.store.rounds import Round
 from tierstore.store.slots import ChunkRecord, SlotPack
 from tierstore.store.snapshots import Snapshot
@@ -32,6 +33,31 @@ from tierstore.trace import Tracer
 T = TypeVar("T")
 Records = dict[str, dict[int, ChunkRecord | None]]
 """The records of the chunks that a rank keeps, by pack and chunk."""
+
+
+@dataclass(slots=True)
+class _Commit:
+    """A generation on its way to the disk.
+
+    Attributes:
+        round_: the updates that it holds; None: none are on their way.
+        previous: the commit before it.
+        writes: the writes of chunks that live in memory.
+        packs: those whose chunks it names.
+        everywhere: what each rank captures, by rank.
+        noted: what the leader has written of that.
+        records: the records of all chunks at this rank, once they are durable.
+    """
+
+    number: int
+    round_: Round | None
+    previous: asyncio.Task[None] | None
+    writes: list[asyncio.Task[None]]
+    captured: Mapping[str, Any]
+    packs: list[SlotPack]
+    everywhere: Sequence[Mapping[str, Any]] = ()
+    noted: Captured | None = None
+    records: dict[str, list[ChunkRecord | None]] = field(default_factory=dict)
 
 
 class Commits:
@@ -176,7 +202,8 @@ class Commits:
         number, self._next_number = self._next_number, self._next_number + 1
         packs = self._files.packs
         kept = [*packs[:2], *(packs[2 + i] for i, set_ in enumerate(self._gradients) if set_ is pending)]
-        self.barrier = self._spawn(self._publish(number, round_, previous, writes, captured, kept), "commit")
+        commit = _Commit(number, round_, previous, writes, captured, kept)
+        self.barrier = self._spawn(self._publish(commit), "commit")
         if pending is not None:
             pending.kept_by = self.barrier
 
@@ -198,58 +225,56 @@ class Commits:
         if pending is not None:
             await pending.keep(group, chunk)
 
-    async def _publish(
-        self,
-        number: int,
-        round_: Round | None,
-        previous: asyncio.Task[None] | None,
-        writes: list[asyncio.Task[None]],
-        captured: Mapping[str, Any],
-        kept: list[SlotPack],
-    ) -> None:
-        packs, team = self._files.committed_packs, self._team
-        manifests = self._files.manifests if leads(team) else None
-        records: dict[str, list[ChunkRecord | None]] = {}
-        noted: list[Captured] = []
-
-        async def capture() -> Mapping[str, Any]:
-            if previous is not None:
-                await asyncio.shield(previous)
-            return {**captured, COMMIT: secrets.token_hex(16)}
-
-        async def keep_captured() -> None:
-            if manifests is not None:
-                noted.append(await manifests.capture(number, self._captured(everywhere)))
-
-        async def make_durable() -> Records:
-            # Side by side: on a busy disk each sync waits for the reads before it.
-            others = (to_the_end(asyncio.to_thread(callback)) for callback in self.before)
-            await together((self._chunks_at_rest(round_, writes), keep_captured(), *others))
-            # Gradients that are not pending may be in use by the next step already: no generation names them.
-            records.update({pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs})
-            mine = [self._index(*key) for key in self._index.all()]
-            return {kind: {index: rows[index] for index in mine} for kind, rows in records.items()}
-
-        async def publish() -> None:
-            if manifests is not None:
-                rows = self._records([durable[member] for member in team.members])
-                await manifests.publish(Generation(number, self._files.layout(), rows, captured), noted[0])
-
-        with self._tracer.measure("commit", f"generation {number}"):
-            everywhere = await all_succeed(team, f"what generation {number} captures", capture)
-            self._refuse_several_steps(everywhere)
+    async def _publish(self, commit: _Commit) -> None:
+        team, name = self._team, f"generation {commit.number}"
+        with self._tracer.measure("commit", name):
+            commit.everywhere = await all_succeed(team, f"what {name} captures", partial(self._capture, commit))
+            self._refuse_several_steps(commit.everywhere)
             try:
-                durable = await all_succeed(team, f"the chunks of generation {number}", make_durable)
+                durable = await all_succeed(team, f"the chunks of {name}", partial(self._make_durable, commit))
             except Exception:
-                if manifests is not None:
-                    await manifests.abandon(number)
+                if self._manifests is not None:
+                    await self._manifests.abandon(commit.number)
                 raise
-            await all_succeed(team, f"the manifest of generation {number}", publish)
-        for pack in packs:
-            pack.commit(records[pack.kind])
-        self.generation = number
-        if number == 0 and leads(self._team):
+            await all_succeed(team, f"the manifest of {name}", partial(self._publish_manifest, commit, durable))
+        for pack in self._files.committed_packs:
+            pack.commit(commit.records[pack.kind])
+        self.generation = commit.number
+        if commit.number == 0 and leads(team):
             await asyncio.to_thread(self._files.end_making)
+
+    @property
+    def _manifests(self) -> Manifests | None:
+        """The manifests, at the leader only."""
+        return self._files.manifests if leads(self._team) else None
+
+    @staticmethod
+    async def _capture(commit: _Commit) -> Mapping[str, Any]:
+        """What this rank captures, once the commit before is published."""
+        if commit.previous is not None:
+            await asyncio.shield(commit.previous)
+        return {**commit.captured, COMMIT: secrets.token_hex(16)}
+
+    async def _make_durable(self, commit: _Commit) -> Records:
+        """Put all but the manifest to rest, and return the records of this rank's chunks."""
+        # Side by side: on a busy disk each sync waits for the reads before it.
+        others = (to_the_end(asyncio.to_thread(callback)) for callback in self.before)
+        await together((self._chunks_at_rest(commit), self._keep_captured(commit), *others))
+        for pack in self._files.committed_packs:
+            # Gradients that are not pending may be in use by the next step already: no generation names them.
+            commit.records[pack.kind] = list(pack.current) if pack in commit.packs else [None] * len(pack)
+        mine = [self._index(*key) for key in self._index.all()]
+        return {kind: {index: rows[index] for index in mine} for kind, rows in commit.records.items()}
+
+    async def _keep_captured(self, commit: _Commit) -> None:
+        if self._manifests is not None:
+            commit.noted = await self._manifests.capture(commit.number, self._captured(commit.everywhere))
+
+    async def _publish_manifest(self, commit: _Commit, durable: Sequence[Records]) -> None:
+        if self._manifests is not None:
+            rows = self._records([durable[member] for member in self._team.members])
+            generation = Generation(commit.number, self._files.layout(), rows, commit.captured)
+            await self._manifests.publish(generation, commit.noted)
 
     @staticmethod
     def _refuse_several_steps(everywhere: Sequence[Mapping[str, Any]]) -> None:
@@ -262,11 +287,11 @@ class Commits:
                 "one of them, or they commit at different times; start all ranks again with resume='auto'"
             )
 
-    async def _chunks_at_rest(self, round_: Round | None, writes: Sequence[asyncio.Task[None]]) -> None:
+    async def _chunks_at_rest(self, commit: _Commit) -> None:
         """Wait for the writes of a generation, and make them durable."""
-        if round_ is not None:
-            await self._updates.round_ended(round_)
-        for write in writes:
+        if commit.round_ is not None:
+            await self._updates.round_ended(commit.round_)
+        for write in commit.writes:
             await asyncio.shield(write)
         # Not in the threads that read and write chunks, where a sync would wait for its turn, too.
         await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)
