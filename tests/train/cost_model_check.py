@@ -1,9 +1,9 @@
-"""Fits the interconnect of two gloo ranks, and compares the bucket timeline with real steps of it.
+"""Fits the interconnect of two gloo ranks, and compares the bucket timeline with real steps.
 
     python tests/train/cost_model_check.py [--ranks N] [--layers N] [--width N] [--steps N]
 
-Predicted twice: from the readiness of gradients in steps without communication, and from that in the measured steps
-themselves, in which compute and collectives share the cores.
+Predicts each step twice: from the times at which gradients are ready in steps without communication, and from those
+times in the measured steps themselves, in which compute and collectives share the cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARM_UP = 3
 
 
 class Readiness:
-    """When each gradient is there, in seconds from the start of the step."""
+    """When each gradient is ready, in seconds from the start of the step."""
 
     def __init__(self, module: nn.Module) -> None:
         self.names = [name for name, _ in module.named_parameters()]
@@ -86,10 +86,10 @@ def check(rank: int, ranks: int, layers: int, width: int, batch: int, steps: int
 
     rows: list[dict[str, Any]] = []
     for cap in CAPS:
-        fit = fit_cost_model()  # again for each: other work on the machine changes it
+        fit = fit_cost_model()  # again for each cap, because other work on the machine changes it
         with GradientReducer(module, bucket=cap, first_bucket=None, timed=True) as reducer:
             alone, reduced = [], []
-            for _ in range(steps + WARM_UP):  # in turn, so that other work slows both
+            for _ in range(steps + WARM_UP):  # in turn, so that other work slows both kinds
                 alone.append(step(reducer, reduce=False))
                 reduced.append(step(reducer, reduce=True))
             layout = reducer.layout()

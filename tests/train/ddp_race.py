@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/train/ddp_race.py [--ranks 2] [--steps 40] [--blocks 8] [--width 256]
 
-Prints for each way of use the median seconds of a step of both, and the median ratio of neighbouring steps: at most
-1.05 is the claim. Not in the suite: it is a measurement.
+Prints for each way of use the median seconds of a step of both, and the median ratio of neighbouring steps, which is
+claimed to be at most 1.05. Not in the suite: it is a measurement.
 """
 
 from __future__ import annotations

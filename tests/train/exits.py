@@ -1,7 +1,7 @@
-"""Ends processes that train in ways that no engine would choose: run by `test_clean.py`.
+"""Ends processes that train without closing their engine: run by `test_clean.py`.
 
-Each case is a forked child that leaves by the ordinary end of the interpreter. Its status and what it wrote to stderr
-go to a line of JSON.
+Each case is a forked child that leaves by the ordinary end of the interpreter. The parent prints a line of JSON with
+the child's exit status and what the child wrote to stderr.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def by_another_thread(run: Run) -> None:
     threading.Thread(target=run.until, args=(4,)).start()
 
 
-# Few: the end of an interpreter that has torch takes long.
+# Few, because an interpreter that has imported torch takes long to end.
 CASES = (
     ("memory", by_an_exception), ("memory", by_another_thread), ("disk", in_the_middle_of_a_step),
 )  # fmt: skip
@@ -47,10 +47,10 @@ kept: list[Run] = []
 
 def main(root: Path) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", MachineWarning)  # where the directory of tests is in memory
+    warnings.simplefilter("ignore", MachineWarning)  # which comes where the directory of tests is in memory
     with opened(WAYS["memory"], root / "first") as run:
-        run.until(1)  # what is imported and loaded on first use, once
-    gc.freeze()  # or each child looks through all of torch at its end, for more than a second
+        run.until(1)  # so that what is imported and loaded on first use is there before the forks
+    gc.freeze()  # else each child's collector looks through all of torch at the end, for over a second
     children, start_s = {}, time.monotonic()
     for name, case in CASES:
         folder = root / f"{name}-{case.__name__}"

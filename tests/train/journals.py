@@ -1,4 +1,4 @@
-"""What two ranks do to the disk that they share, written down by each: run in processes of their own."""
+"""Runs of two ranks that share a disk, in processes of their own; each rank records its changes of the disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierstore.train.engine import Engine
 
 
 def make_engine(folder: Path | None, rank_options: dict[str, Any]) -> Engine:
-    """Over a store, or in memory."""
+    """Over a store in `folder`, or in memory."""
     nvme = [folder / "store"] if folder is not None else []
     tiers = TierConfig(nvme=nvme, gpu_memory="10MiB", cpu_memory="4MiB" if nvme else "64MiB", timeout_s=20.0)
     options = {"update": "forward", "max_grad_norm": 1.0, "resume": "auto" if nvme else "never"} | rank_options
@@ -22,7 +22,7 @@ def make_engine(folder: Path | None, rank_options: dict[str, Any]) -> Engine:
 
 
 def record(rank: int, ranks: int, folder: str, until: int, **options: Any) -> tuple[dict[Path, bytes], list[Change]]:
-    """What this rank finds, and what it changes from opening to closing."""
+    """The files that this rank finds, and its changes from opening to closing."""
     backend = JournalBackend(Path(folder), turns=Path(folder).with_suffix(".turns"))
     with make_engine(Path(folder), {"backend": backend} | options) as engine:
         for batch in batches(until, rank, ranks)[engine.step_count :]:
@@ -46,7 +46,7 @@ def states(rank: int, ranks: int, steps: int) -> tuple[list[float], list[dict[st
 
 
 def go_on(rank: int, ranks: int, folders: list[str], until: int) -> list[tuple[int, list[float]]]:
-    """At which step each store opens, and the losses from there."""
+    """The step at which each store opens, and the losses from there."""
     told = []
     for folder in folders:
         losses = []

@@ -1,6 +1,6 @@
 """Kills one of several ranks at many moments, and resumes: `python tests/train/kill_ranks.py --kills 20 --seed 1`.
 
-A moment is when a rank begins to wait for the others: between two of them it does what no other rank can see.
+A moment is when a rank begins to wait for the others. What it does between two moments, no other rank can see.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def waits_of(directory: Path) -> tuple[int, int]:
 
 
 def moments(waits: tuple[int, int], count: int, seed: int) -> list[int]:
-    """Some of them in order, one of eight in the making of the engine and the others in its steps."""
+    """`count` random moments in order: one in eight while the engine is made, the others in its steps."""
     made, last = waits
     early, late = range(1, made), range(made, last + 1)
     chosen = random.Random(seed)
@@ -38,7 +38,7 @@ def moments(waits: tuple[int, int], count: int, seed: int) -> list[int]:
 
 
 def lose_one(directory: Path, moment: int, ranks: int = 2, victim: int = 1) -> str:
-    """Kill a rank at a moment; check what the others say, and return what the first of them does."""
+    """Kill a rank at a moment; check the errors of the other ranks, and return that of the first of them."""
     outcomes = outcomes_of(ranks, lose, str(directory), STEPS, moment, signal.SIGKILL, TIMEOUT_S, victim, grace_s=10.0)
     assert not outcomes.pop(victim).is_finished, "the rank was not killed"
     for outcome in outcomes:
@@ -50,7 +50,7 @@ def lose_one(directory: Path, moment: int, ranks: int = 2, victim: int = 1) -> s
 
 
 def go_on(stores: Sequence[Path], ranks: int = 2) -> list[int]:
-    """Check that all go on as if nothing had happened, and return at which steps."""
+    """Check that runs over all stores go on as if nothing had happened, and return the steps at which they resume."""
     whole = call(None, STEPS, memory={"gpu_memory": "32MiB", "cpu_memory": "64MiB"})
     memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}
     calls = [call(str(store), until=STEPS, resume="auto", memory=memory) for store in stores]

@@ -22,7 +22,7 @@ WIDTH, LAYERS = 192, 6
 
 
 def fitted(rank: int, ranks: int, reduce: str) -> dict[str, Any]:
-    torch.set_num_threads(rank + 1)  # what a rank computes with is its own
+    torch.set_num_threads(rank + 1)  # another number on each rank
     fit = fit_cost_model(reduce=reduce, sizes_bytes=(1 << 12, 1 << 16, 1 << 20), repeats=3)  # type: ignore[arg-type]
     return asdict(fit)
 

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the reducer: the same steps by it and by torch's DDP."""
+"""What ranks run in the tests of the reducer: the same steps by the reducer and by torch's DDP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bits = list[Any]
 
 
 class Branches(nn.Module):
-    """Layers of which a batch takes some; the last is never taken, the first twice."""
+    """Layers, of which each call takes those that it is told, in that order."""
 
     def __init__(self, layers: int = 6, norm: bool = False) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def all_layers(rank: int, step: int) -> tuple[int, ...]:
 
 
 def some_layers(rank: int, step: int) -> tuple[int, ...]:
-    """Layer 5 is used by nobody, layer 3 by rank 0 only, others in turn; the order changes."""
+    """Layer 5 is never used, layer 3 by rank 0 only, layer 1 in every other step; the order changes."""
     chosen = [0, 1, 2, 4] if step % 2 else [4, 2, 0]
     return (*chosen, 3) if rank == 0 else tuple(chosen)
 
@@ -131,7 +131,7 @@ def same_as_ddp(
             ddp.register_comm_hook(*waiting(*hook_of(hook)))
         expected = train(ddp, theirs, rank, taken, accumulate=accumulate)
         layout = ddp_layout(ddp, theirs)
-    # With unused parameters DDP keeps the buckets that it has made first, in the order of registration.
+    # With unused parameters DDP keeps its first buckets, which follow the order of registration.
     order = [name for bucket in layout for name in bucket] if case == "unused" else None
     with GradientReducer(ours, bucket=CAP_BYTES, first_bucket=None, order=order) as reducer:
         if hook is not None:
@@ -194,7 +194,7 @@ def stale_pair(rank: int, ranks: int, accumulate: int, case: str) -> tuple[bool,
 
 
 def early(rank: int, ranks: int) -> dict[str, Any]:
-    """The record of a step by a clock that counts, and whether gradients are views of the buckets."""
+    """The record of a step, timed by a clock that counts its calls; and whether gradients are views of the buckets."""
     module = made(rank)
     ticks = itertools.count()
     with GradientReducer(module, bucket=CAP_BYTES, first_bucket=None, clock=lambda: next(ticks)) as reducer:
@@ -234,7 +234,7 @@ class SlowGroup(distributed.ProcessGroup):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         work, future = self._real.allreduce(tensors, options), torch.futures.Future()
-        if tensors[0].dtype != torch.float32:  # which parameters are used
+        if tensors[0].dtype != torch.float32:  # flags of used parameters, not a bucket
             return work
         now_s = time.perf_counter()
         self._free_s = max(now_s, self._free_s) + self._seconds
@@ -268,9 +268,9 @@ class Slow(nn.Module):
 
 
 def hidden(rank: int, ranks: int, layers: int, seconds: float, delayed: bool = False) -> dict[str, Any]:
-    """Seconds of backward alone, and with as much communication, one bucket a layer; the records of the last step.
+    """Seconds of backward alone, and with as much communication, one bucket a layer; and the record of the last step.
 
-    The least of eight: what else runs on the machine only adds to them.
+    The times are the least of eight, because other work on the machine only adds to them.
     """
     module = Slow(layers, seconds)
     alone_s, both_s = [], []
@@ -299,7 +299,7 @@ def hidden(rank: int, ranks: int, layers: int, seconds: float, delayed: bool = F
 
 
 class Ordered(nn.Module):
-    """Two parameters in one bucket, whose gradients come in the order that is asked for, and one that comes late."""
+    """Two parameters in one bucket, whose gradients come in the order that is asked for; one comes late, one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Ordered(nn.Module):
 
 
 def honest(rank: int, ranks: int, firsts: Sequence[str]) -> dict[str, Any]:
-    """Gradients when two parameters of a bucket come in an order: which is the first, by rank."""
+    """Gradients of two parameters in one bucket; `firsts` names, by rank, the one whose gradient comes first."""
     torch.manual_seed(0)
     module, plain = Ordered(), Ordered()
     order = ["left", "right", "late", "never"]
@@ -420,7 +420,7 @@ def refused(rank: int, ranks: int, case: str) -> str:
         try:
             GradientReducer(module, **options).close()
         except ConfigError as error:
-            first.backward(first(torch.ones(1, WIDTH), (0, 1)).sum())  # one that cannot be made closes none
+            first.backward(first(torch.ones(1, WIDTH), (0, 1)).sum())  # the failed one has closed no other reducer
             return str(error)
     return "nothing was raised"
 
@@ -459,7 +459,7 @@ def misused(rank: int, ranks: int, case: str) -> str:
 
 
 class Fails(torch.autograd.Function):
-    """Fails in backward, if it is on."""
+    """Fails in backward, if `on`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, on: bool) -> torch.Tensor:
@@ -486,7 +486,7 @@ class MayFail(nn.Module):
 
 
 def failed(rank: int, ranks: int, by_reducer: bool) -> tuple[list[bool], list[str]]:
-    """Whether averages are right after a backward that failed early; what is said after one that failed late."""
+    """Whether averages are right after a backward that failed early; the messages after one that failed late."""
     torch.manual_seed(0)
     module, plain = MayFail(), MayFail()
     plain.load_state_dict(module.state_dict())
@@ -524,7 +524,7 @@ def failed(rank: int, ranks: int, by_reducer: bool) -> tuple[list[bool], list[st
 
 
 def with_wrong_hook(rank: int, ranks: int) -> str:
-    """What is told of an error in a comm hook."""
+    """The message about an error in a comm hook."""
 
     def hook(state: object, bucket: object) -> torch.futures.Future[torch.Tensor]:
         raise RuntimeError("what a hook says")
@@ -559,7 +559,7 @@ def recomputed(rank: int, ranks: int) -> bool:
 
 
 def lost(rank: int, ranks: int, victim: int, sign: int, kind: str) -> None:
-    """Raises what a rank says, and after how long, when `victim` gets a signal in the second backward."""
+    """Raises a rank's message, and after how long it came, when `victim` gets a signal in the second backward."""
     module = made(0)
     options: dict[str, Any] = {"delayed": True} if kind == "delayed" else {}
     with GradientReducer(module, bucket=CAP_BYTES, **options) as reducer:
@@ -581,11 +581,11 @@ def lost(rank: int, ranks: int, victim: int, sign: int, kind: str) -> None:
                 raise AssertionError("a reducer that has lost a rank went on")
             except RankLost:
                 pass
-            raise RuntimeError(f"after {after_s:.2f} s: {error}") from None  # the error is what is kept of a rank
+            raise RuntimeError(f"after {after_s:.2f} s: {error}") from None  # the test reads the rank's error
 
 
 def flat_shards(rank: int, ranks: int) -> dict[str, Any]:
-    """Averages by reduce-scatter, put together again, against those by all-reduce."""
+    """Averages by reduce-scatter, gathered from all ranks, against those by all-reduce."""
     one, other = made(0), made(0)
     with (
         GradientReducer(one, bucket=CAP_BYTES) as whole,
@@ -608,7 +608,7 @@ def flat_shards(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def in_flight(rank: int, ranks: int, most: int) -> int:
-    """The most all-reduces of buckets that were unfinished when another began."""
+    """The largest number of all-reduces of buckets that were in progress at once."""
     group, module = SlowGroup(distributed.group.WORLD, 0.005), made(0)
     running, highest = [], 0
     plain = group.allreduce
@@ -630,9 +630,9 @@ def in_flight(rank: int, ranks: int, most: int) -> int:
 
 
 def suited(rank: int, ranks: int) -> list[list[list[str]]]:
-    """Layouts by "auto" where messages cost nothing, where they cost all, and more than a few layers' compute.
+    """Layouts by "auto" where a message has no fixed cost, a prohibitive one, or one like several layers' compute.
 
-    What buckets are bounded by until the times are known bounds none after that.
+    The default bucket size bounds buckets only until the times are known.
     """
     found = []
     for cost in (CostModel(0.0, 100.0), CostModel(1e6, 1e18), CostModel(10.0, 2304.0)):
@@ -648,7 +648,7 @@ def suited(rank: int, ranks: int) -> list[list[list[str]]]:
 
 
 def called_directly(rank: int, ranks: int) -> bool:
-    """The module is called, not the reducer, and `loss.backward()`; a layer is left out, another one by rank 1."""
+    """Calls the module, not the reducer, and `loss.backward()`; layers 4 and 5 are left out, layer 3 by rank 0 only."""
     module, plain = made(0), made(0)
     right = True
     with GradientReducer(module, bucket=CAP_BYTES) as reducer:

@@ -115,7 +115,7 @@ def open_run(way: Way, folder: Path, backend: Backend | None = None, **changes: 
 
 @contextmanager
 def opened(way: Way, folder: Path, backend: Backend | None = None, **changes: Any) -> Iterator[Run]:
-    """The same, closed at the end."""
+    """As `open_run`, and closed at the end."""
     run = open_run(way, folder, backend, **changes)
     with run.engine:
         yield run
@@ -153,7 +153,7 @@ def expected_states(way: Way, folder: Path, steps: int) -> list[State]:
 
 
 def check_resumes(way: Way, folder: Path, expected: list[State], **changes: Any) -> int:
-    """The store opens at a generation that is the uninterrupted run's, and goes on as that did.
+    """Check that the store opens at a generation of the uninterrupted run, and goes on as that run did.
 
     Returns:
         The step that it opened at.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would, and the collector would look at all that it makes
+import torch._dynamo  # else the first optimizer imports it, and the garbage collector searches all its objects
 from torch import nn
 from torch.nn import functional
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm_in, self.norm_out = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias: that of the keys has no gradient but rounding errors, which Adam makes large.
+        # No bias: the gradient of the keys' bias is rounding errors only, which Adam makes large.
         self.attention = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -68,7 +68,7 @@ class TinyModel(nn.Module):
 
 
 class Ways(nn.Module):
-    """Layers, of which a call takes those that it is told, as often as it is told."""
+    """Layers, of which each call takes those that it is told, in that order."""
 
     def __init__(self, layers: int = 3, width: int = 8) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def worst_difference(found: Sequence[float], expected: Sequence[float]) -> float
 
 
 def smallest_budgets(model: nn.Module, **options: Any) -> tuple[int, int]:
-    """The GPU and CPU budgets that the refusal of too small ones names."""
+    """The smallest GPU and CPU budgets, as the error about too small ones names them."""
     tiers = {name: options.pop(name) for name in list(options) if name in TierConfig.model_fields}
     with pytest.raises(BudgetError) as refusal:
         Engine(model, TierConfig(**(tiers | {"gpu_memory": 1, "cpu_memory": 1})), **options)
@@ -149,7 +149,7 @@ def train(
 
     Args:
         accumulate: micro-batches per step.
-        is_vertical: they go through the model side by side.
+        is_vertical: the micro-batches of a step go through the model side by side.
         after: called with the engine and the step, after every step.
     """
     run = Run()
@@ -222,7 +222,7 @@ def train_plain(
             limit = math.inf if max_grad_norm is None else max_grad_norm
             for parameter in trainable:
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad.resolve_neg()  # which torch does not clip
+                    parameter.grad = parameter.grad.resolve_neg()  # torch does not clip a lazily negated one
             run.norms.append(float(nn.utils.clip_grad_norm_(trainable, limit)))
             optimizer.step()
             optimizer.zero_grad()
@@ -233,5 +233,5 @@ def train_plain(
 
 
 def disk(tmp_path: Path, **options: Any) -> TierConfig:
-    """Tiers with a store in a directory of its own; waits fail after 60 s."""
+    """Tiers with a store in a directory of its own; waits fail after 20 s."""
     return TierConfig(**({"nvme": [tmp_path / "store"], "timeout_s": 20.0} | options))

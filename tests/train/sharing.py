@@ -1,4 +1,4 @@
-"""What ranks run in the tests of ZeRO: a tiny model on a stage, every rank with its own part of the global batch."""
+"""What ranks run in the tests of ZeRO: a tiny model in a ZeRO stage, each rank with its own part of a batch."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ def train(
     kept_at: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, and tell the losses, the norms, the first step's gradients and the final weights.
+    """Train, and return the losses, the norms, the first step's gradients and the final weights.
 
     Args:
-        looks: tell the weights that it begins with, too.
-        kept_at: make a snapshot after this step, and tell where it is, and the weights.
-        options: of the engine; and `start`, how many steps there have been, or `until`, how many there are to be.
+        looks: also return the weights that the run begins with.
+        kept_at: make a snapshot after this step, and return its place and the weights.
+        options: of the engine; also `memory` (budgets), `nodes`, `seed`, and `start`, the number of earlier steps, or
+            `until`, the number of the last step.
     """
     options = {"zero": 3, "update": "forward", "max_grad_norm": 1.0} | options
     memory = options.pop("memory", {"gpu_memory": "4MiB", "cpu_memory": "24MiB"})
@@ -98,9 +99,9 @@ def train(
 
 
 def objects_told(rank: int, ranks: int) -> tuple[list[int], dict[str, Any]]:
-    """The bytes of every object that this rank has told the others while an engine was made, and its weights.
+    """The size of every object that this rank exchanged while an engine was made, and the engine's weights.
 
-    These are rank 0's, which sends pieces of 1000 elements.
+    The weights are those of rank 0, which sends them in pieces of 1000 elements.
     """
     told: list[int] = []
     exchange = Ranks.exchange
@@ -126,7 +127,7 @@ def look(rank: int, ranks: int, directory: str, memory: dict[str, str]) -> dict[
 
 
 def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: Any) -> tuple[list[float], bool]:
-    """The losses after other weights were loaded, perhaps with a view held of some, and whether it shows them."""
+    """The losses after other weights were loaded, perhaps with a view of some held; whether it shows the last ones."""
     name, seen, losses = "blocks.5.up.weight", torch.empty(0), []
     tiers = TierConfig(gpu_memory=gpu_memory, cpu_memory="24MiB", timeout_s=20.0)
     with Engine(tiny(blocks=6), tiers, AdamWConfig(lr=1e-2), **options) as engine:
@@ -137,22 +138,22 @@ def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: An
             loss = next_token_loss(engine, batch)
             engine.backward(loss)
             engine.step()
-            seen.sum()  # there are some weights at any time
+            seen.sum()  # a view can be read at any time
             losses.append(loss.item())
         with torch.no_grad():
-            next_token_loss(engine, batch)  # which needs all groups, as they are now
+            next_token_loss(engine, batch)  # which needs the present weights of all groups
         return losses, torch.equal(seen, engine.state_dict()[name])
 
 
 def divide(rank: int, ranks: int, directory: str, memory: Sequence[str], **options: Any) -> int:
-    """The GPU tier's part of one memory, of which each rank has another."""
+    """The bytes of the GPU tier where both tiers share one memory, whose size differs by rank."""
     tiers = TierConfig(nvme=[directory], cpu_memory=memory[rank], timeout_s=20.0, **options)
     with Engine(tiny(blocks=5), tiers, zero=3) as engine:
         return engine.placement.gpu_bytes
 
 
 def step_inside(rank: int, ranks: int) -> list[float]:
-    """The losses of steps inside of gathered(), where rank 1 hears later than rank 0 that a group is ready again."""
+    """The losses of steps inside of gathered(), where rank 1 learns later than rank 0 that a group is ready again."""
     complete = Gathers.complete
 
     async def late(self: Gathers, *given: Any) -> None:
@@ -190,7 +191,8 @@ def lose(
     """Train, but one rank sends itself a signal when it waits for the others for the `moment`-th time.
 
     Returns:
-        How many times it has waited, until the engine was made and in all, and what the others say of it.
+        How many times this rank has waited, until the engine was made and in all, and its error; the seconds until a
+        step raised that error, and until the engine was closed.
     """
     waits = 0
     waiting = Ranks.waiting
@@ -228,7 +230,7 @@ def lose(
 def peaks(
     rank: int, ranks: int, stage: int, gpu_memory: int | str = "64MiB", model: type[TinyModel] = TinyModel
 ) -> dict[str, Any]:
-    """The most bytes that two steps in memory have held, by what for; in stage 3 the device has room for one block."""
+    """The most bytes that two steps in memory have held, by purpose."""
 
     tiers = TierConfig(gpu_memory=gpu_memory, cpu_memory="64MiB", timeout_s=20.0)
     with Engine(model(tied=False), tiers, zero=stage, update="step") as engine:
@@ -246,7 +248,7 @@ def peaks(
 
 
 def meet_once(rank: int, ranks: int, timeout_s: float) -> str:
-    """What a rank is told that waits for the second meeting, to which the last one does not come."""
+    """The error of a rank that waits for the second meeting, to which the last rank does not come."""
     alive = Ranks(timeout_s=timeout_s)
     alive.subgroup()
     if rank == ranks - 1:
@@ -257,7 +259,7 @@ def meet_once(rank: int, ranks: int, timeout_s: float) -> str:
 
 
 def meet_late(rank: int, ranks: int, timeout_s: float) -> list[str]:
-    """What a rank is told where the last one comes too late, and where it is at another call."""
+    """The errors of this rank: where the last rank comes too late, and where it makes another call."""
     told = []
     for is_late in (True, False):
         alive = Ranks(timeout_s=timeout_s)
@@ -275,7 +277,7 @@ def meet_late(rank: int, ranks: int, timeout_s: float) -> list[str]:
 
 
 def begin_late(rank: int, ranks: int) -> str:
-    """What a rank is told while the last one builds its model, perhaps."""
+    """The error of a rank while the last one has not begun, as if it were still building its model."""
     store = distributed.distributed_c10d._get_default_store()
     if rank == ranks - 1:
         store.wait(["told"], timedelta(seconds=20.0))
@@ -287,7 +289,7 @@ def begin_late(rank: int, ranks: int) -> str:
 
 
 def begin_beside_a_stopped_one(rank: int, ranks: int, timeout_s: float) -> str:
-    """What the last rank is told when the first one, which keeps the store, is stopped before it begins."""
+    """The error of the last rank when the first one, which keeps the store, is stopped before it begins."""
     port = [0]
     if rank == 0:
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -300,7 +302,7 @@ def begin_beside_a_stopped_one(rank: int, ranks: int, timeout_s: float) -> str:
     broadcast = distributed.broadcast_object_list
 
     def say_and_wait(*arguments: Any, **options: Any) -> None:
-        store.set("has begun", "")  # the store has answered all that was asked before
+        store.set("has begun", "")  # the store has answered all earlier requests
         broadcast(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -312,9 +314,9 @@ def begin_beside_a_stopped_one(rank: int, ranks: int, timeout_s: float) -> str:
 
 
 def lose_the_store(rank: int, ranks: int, how: int, timeout_s: float) -> tuple[str, bool]:
-    """What the first rank is told when the last one, which keeps the store, has had a signal; whether its heart beats.
+    """The first rank's error after the last one, which keeps the store, got a signal; whether its heart still beats.
 
-    Only one that is stopped is waited for.
+    The first rank waits for the last one, and gets an error, only if that one is stopped.
     """
     is_keeper = rank == ranks - 1
     port = [0]
@@ -341,7 +343,7 @@ def lose_the_store(rank: int, ranks: int, how: int, timeout_s: float) -> tuple[s
 
 
 def norm_of_wide(rank: int, ranks: int, options: dict[str, Any]) -> float | None:
-    """The norm that a step tells of a model whose groups have several blocks of partial sums; all see one batch."""
+    """A step's gradient norm of a model whose groups have several blocks of partial sums; all ranks see one batch."""
     if nodes := options.pop("nodes", 0):
         options["device_mesh"] = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -361,7 +363,7 @@ def train_apart(rank: int, ranks: int, directory: str, *, has_hosts: bool = Fals
 
 
 def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
-    """What a rank is told in the second step, for whose weights the last one finds no memory."""
+    """The error of a rank in the second step, in which the last rank finds no memory for weights."""
     allocate, full = CpuDevice.allocate, [False]
 
     def allocate_if_not_full(*given: Any) -> None:
@@ -382,12 +384,12 @@ def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
 
 
 def change(rank: int, ranks: int, how: str, *, nodes: int = 0, **options: Any) -> list[list[float]]:
-    """All weights that a rank has, on the device and at rest, when it has changed them to its own number, and others
-    to theirs, or not at all."""
+    """The distinct values of this rank's weights, on the device and at rest, after ranks set all weights to their own
+    number + 1: all ranks ("loaded", "gathered"), or only the rank that `how` names."""
     if nodes:
         mesh = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
         options |= {"device_mesh": mesh}
-    model = nn.Sequential(nn.Embedding(20011, 13), nn.Linear(13, 3))  # more than the part of a rank
+    model = nn.Sequential(nn.Embedding(20011, 13), nn.Linear(13, 3))  # more than one rank's part
     for parameter in model.parameters():
         nn.init.constant_(parameter, 9)
     with Engine(model, TierConfig(gpu_memory="64MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
@@ -404,8 +406,8 @@ def change(rank: int, ranks: int, how: str, *, nodes: int = 0, **options: Any) -
 
 
 def change_wrongly(rank: int, ranks: int, **options: Any) -> dict[str, str]:
-    """By what rank 1 does otherwise, what this rank is told; and which of its weights are others then, on the device
-    where somebody holds views of them, or at rest."""
+    """For each thing that rank 1 does differently: this rank's error, and which of its weights have changed after it,
+    on the device, where views of them are held, or at rest."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     told, is_first = {}, rank == 0
     with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
@@ -438,7 +440,7 @@ def change_wrongly(rank: int, ranks: int, **options: Any) -> dict[str, str]:
             "others": lambda: gather("0" if is_first else "1"),
             "newcomers": grow,
         }
-        if not engine._parts.partition.keeps_all:  # else one rank alone may read, and asks nobody
+        if not engine._parts.partition.keeps_all:  # else one rank may read alone, without the others
             cases["for reading"] = lambda: gather("", modify=is_first)
         for what, work in cases.items():
             with pytest.raises(TierstoreError) as refusal:
@@ -453,8 +455,8 @@ def change_wrongly(rank: int, ranks: int, **options: Any) -> dict[str, str]:
 
 
 def break_a_change_off(rank: int, ranks: int, **options: Any) -> list[str]:
-    """How a step goes after an error in the middle of a change at all ranks: where nobody holds a view of what was
-    changed, and where somebody does."""
+    """The loss or the error of a step after an error in the middle of a change on all ranks: without a view of the
+    changed weights, and with one."""
     model, told = nn.Sequential(nn.Linear(3, 1, bias=False)), []
     nn.init.ones_(model[0].weight)
     with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
@@ -475,7 +477,7 @@ def break_a_change_off(rank: int, ranks: int, **options: Any) -> list[str]:
 
 
 def ask_for_memory(rank: int, ranks: int) -> list[str]:
-    """What a rank is told where there is what all ranks take, and a byte less: on one machine, and on one for each."""
+    """Checks that the memory that all ranks take is enough, on one machine and on one each; returns errors for less."""
     machine_bytes, has_hosts = 2**40, False
 
     def ask() -> int:
@@ -498,7 +500,7 @@ def ask_for_memory(rank: int, ranks: int) -> list[str]:
 
 
 def fill_without_room(rank: int, ranks: int) -> tuple[str, int]:
-    """What a rank is told, and how many pieces of weights it has made, when the last one cannot keep the first."""
+    """A rank's error, and how many pieces of weights it has made, when the last rank cannot keep the first piece."""
     model, made = tiny(blocks=6), []
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
 

@@ -1,8 +1,8 @@
 """Any order of calls on disks that fail: what was flushed is never lost, and a resume goes on from a state of the run.
 
-Every step is done by a serial engine in memory, too. A call that meets a fault may raise; what is done then is what a
-person does: try again, close, and resume. What comes back must be the state after the last flush, or after a later
-call, bit for bit; a call that does not raise must have done what the other one has; and none raises without a fault.
+A serial engine in memory makes every call, too. A call that meets a fault may raise; the test then does what a user
+does: try again, close, and resume. The resumed state must be that after the last flush or after a later call, bit for
+bit. A call that does not raise must have done what the serial engine's call did. No call raises without a fault.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Call = Callable[[Engine], Any]
 
 @dataclass(frozen=True)
 class Trouble:
-    """From call number `at` of this kind on, counted from now, so many fail."""
+    """From call number `at` of this kind on, counted from now, `times` calls fail."""
 
     kind: str
     fault: Fault
@@ -78,10 +78,10 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class AnyFault(RuleBasedStateMachine):
-    """One engine on disks that fail, and one without a store.
+    """One engine on disks that fail, and the serial one, without a store.
 
-    `calls` are those that changed something, `states` what was there before and after each of them, of which
-    `durable` is the last that must come back.
+    `calls` holds the calls that changed something, `states` the states before and after each of them. A resume must
+    bring back state number `durable` or a later one.
     """
 
     @initialize(
@@ -98,7 +98,7 @@ class AnyFault(RuleBasedStateMachine):
         self.durable = 0
 
     def made(self, disk: Backend | None) -> Engine:
-        """The next one with a store, on this disk; without, the serial one."""
+        """The next engine with a store, on this disk; without a disk, the serial engine."""
         if disk is None:
             way, nvme = Way("step", "all", 1), []
         else:
@@ -119,7 +119,7 @@ class AnyFault(RuleBasedStateMachine):
         )  # fmt: skip
 
     def go_on_from(self, number: int) -> None:
-        """The serial one is where the other was after so many calls."""
+        """Bring the serial engine to where the other one was after so many calls."""
         self.durable = number
         if number == len(self.calls):
             return
@@ -141,7 +141,7 @@ class AnyFault(RuleBasedStateMachine):
     # --- calls --------------------------------------------------------------------------------------------------
 
     def change(self, call: Call) -> None:
-        """Both do it; where a fault broke it, the one with a store may have done it, or not, and is asked once more."""
+        """Both engines do it. If a fault broke it, the one with a store may have done it; both do it again."""
         found = self.tried(call)
         expected = self.follow(call)
         if found is not None:
@@ -158,7 +158,7 @@ class AnyFault(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def forgiving(self) -> Iterator[None]:
-        """What is raised is suppressed, if there was a fault since this engine was made."""
+        """Errors of tierstore are suppressed if there was a fault since this engine was made."""
         try:
             yield
         except TierstoreError:
@@ -166,7 +166,7 @@ class AnyFault(RuleBasedStateMachine):
                 raise
 
     def follow(self, call: Call) -> Any:
-        """The serial one does it, too."""
+        """The serial engine does it, too; the call and the state after it are noted."""
         found = call(self.serial)
         self.calls.append(call)
         self.states.append(self.state_of(self.serial))
@@ -244,7 +244,7 @@ class AnyFault(RuleBasedStateMachine):
         self.resume()
 
     def resume(self) -> None:
-        """On disks that work again."""
+        """Close, and resume on disks that work again."""
         with self.forgiving():
             self.engine.close()
         self.disk = FaultyBackend()
@@ -276,6 +276,6 @@ class AnyFault(RuleBasedStateMachine):
 
 TestAnyFault = pytest.mark.usefixtures("no_leaks", "one_thread")(AnyFault.TestCase)
 if settings.get_current_profile_name() != "long":
-    # To make a failing example small takes minutes, which the long profile has.
+    # Shrinking a failing example takes minutes: only the long profile does that.
     found = (Phase.explicit, Phase.generate)
     TestAnyFault.settings = settings(max_examples=6, stateful_step_count=25, derandomize=True, phases=found)

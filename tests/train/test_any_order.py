@@ -1,7 +1,8 @@
-"""Any order of the calls of an engine, of all schedules and budgets: as the serial engine bit for bit, and as torch.
+"""Calls of an engine in any order, with any schedule and budgets: bit for bit as the serial one, nearly as torch.
 
-Every rule does the same to three: the engine that is looked at, whose options are drawn; one with all state in memory
-that waits for everything inside `step()`; and plain torch. The first two are closed, killed, and resumed together.
+Every rule does the same to three: the engine under test, whose options are drawn; the serial engine, with all state in
+memory, which waits for everything inside `step()` (unless updates are delayed); and plain torch. The two engines are
+closed, killed, and resumed together.
 
 `pytest --hypothesis-profile=long tests/train/test_any_order.py` takes 200,000 calls.
 """
@@ -44,7 +45,7 @@ NAMES = st.sampled_from(["layers.0.weight", "layers.1.bias", "layers.2", "scale"
 
 
 class Broken(Exception):
-    """What a model raises that is told to."""
+    """Raised by a model that is told to break."""
 
 
 class _Breaks(torch.autograd.Function):
@@ -91,7 +92,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine is made; `room` is what it has beyond the smallest budgets that fit."""
+    """How an engine is made; `room` is the memory that it has beyond the smallest budgets that fit."""
 
     update: str
     room: str
@@ -120,7 +121,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class Plain:
-    """The same in torch alone; `pending` are the gradients that a delayed step keeps for the next one."""
+    """The same training in torch alone; `pending` are the gradients that a delayed step keeps for the next one."""
 
     def __init__(self, dtype: str, clip: float | None, *, is_delayed: bool) -> None:
         self.made_with: dict[str, Any] = {"dtype": dtype, "clip": clip, "is_delayed": is_delayed}
@@ -173,7 +174,7 @@ def seen(report: StepReport) -> tuple[Any, ...]:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Calls of three, of which two are engines."""
+    """The same calls on two engines and on plain torch."""
 
     @initialize(
         data=st.data(), dtype=st.sampled_from(list(DTYPES)), clips=st.booleans(), is_delayed=st.booleans(),
@@ -209,7 +210,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.engine = self.made(self.options, "looked at", resume)
         self.serial = self.made(serial, "serial", resume)
         self.has_begun = self.has_backward = self.is_final = False
-        self.planned: list[tuple[str, float]] = []  # what fits here
+        self.planned: list[tuple[str, float]] = []  # each fits on the device
 
     def made(self, options: Options, name: str, resume: str) -> Engine:
         gpu, cpu = least(self.dtype, options.update, self.clip, options.codec, options.state_on_gpu)
@@ -228,15 +229,15 @@ class AnyOrder(RuleBasedStateMachine):
         return engine
 
     def mark(self) -> None:
-        """A generation holds this, or will when the engines are closed."""
+        """Note the present state: a generation holds it, or will when the engines are closed."""
         self.begin_step()
         self.has_begun = False
-        if self.options.commit_every > 1:  # what the generation before holds depends on more
+        if self.options.commit_every > 1:  # which of them the generation before holds is not known here
             self.marks.clear()
         self.marks.append(self.plain.copy())
 
     def begin_step(self) -> None:
-        """From here on a run that went back has left what was newer."""
+        """A step or a change begins: a run that went back to the generation before now gives up the newer one."""
         self.has_begun = True
         if self.is_previous:
             self.is_previous = False
@@ -247,20 +248,20 @@ class AnyOrder(RuleBasedStateMachine):
         return [engine for engine in (getattr(self, "engine", None), getattr(self, "serial", None)) if engine]
 
     def both(self, act: Callable[[Engine], T]) -> T:
-        """Both do it, with the same result."""
+        """Both engines do it, with the same result."""
         found, expected = act(self.engine), act(self.serial)
         assert repr(found) == repr(expected)
         return found
 
     @property
     def streams(self) -> bool:
-        """Whether updates run in backward, so that nobody may look between it and the step."""
-        is_auto = self.options.update == "auto" and self.clip is None  # with it outside of train_step it waits
+        """Whether updates have run in backward, so that looks are refused until the step."""
+        is_auto = self.options.update == "auto" and self.clip is None  # with clipping, updates wait for step()
         return self.is_final and (is_auto or self.options.update in STREAMING)
 
     @property
     def keeps_last(self) -> bool:
-        """Whether the last step is or will be committed, also if that in progress never ends."""
+        """Whether the last step is or will be committed, even if the one in progress never ends."""
         return self.options.commit_every == 1 or not self.has_begun
 
     # --- steps --------------------------------------------------------------------------------------------------
@@ -375,7 +376,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_final)
     @rule(seed=SEEDS, way=WAYS)
     def lose_forward(self, seed: int, way: list[int]) -> None:
-        """Nobody wants its gradients."""
+        """A forward without a backward."""
         for call in (*self.engines, self.plain.model):
             call(inputs(seed), way)
         self.begin_step()
@@ -407,7 +408,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_begun)
     @rule(name=NAMES, factor=st.sampled_from([0.5, 2.0]))
     def plan_change(self, name: str, factor: float) -> None:
-        """By a callback of the next step, whose generation has it."""
+        """A callback makes the change in the next step, whose generation holds it."""
         if self.fits(name):
             self.planned.append((name, factor))
 
@@ -475,7 +476,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_begun)
     @rule()
     def copy_stores(self) -> None:
-        """What a kill would leave later: the run may come back to this."""
+        """Copy what a kill would leave now: the run may come back to it later."""
         for engine in self.engines:
             engine.flush()
         kept = self.folder / f"kept {len(self.saved)}"
@@ -515,7 +516,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_final)
     @rule(seed=SEEDS, way=WAYS)
     def break_forward(self, seed: int, way: list[int]) -> None:
-        """The loop goes on after it."""
+        """The loop goes on after an error in forward."""
         for call in (*self.engines, self.plain.model):
             with pytest.raises(Broken):
                 call(inputs(seed), way, breaks="forward")
@@ -524,7 +525,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_begun)
     @rule(micro=MICRO_BATCHES)
     def break_train_step(self, micro: list[tuple[int, list[int]]]) -> None:
-        """The last micro-batch fails in forward: the step may be given again."""
+        """The last micro-batch fails in forward: the step may be made again."""
         batches = [{"x": inputs(seed), "way": way} for seed, way in micro]
         batches[-1]["breaks"] = "forward"
         for engine in self.engines:
@@ -532,7 +533,7 @@ class AnyOrder(RuleBasedStateMachine):
                 engine.train_step(batches, loss_of)
         for batch in batches:
             with contextlib.suppress(Broken):
-                self.plain.model(**batch)  # which counts
+                self.plain.model(**batch)  # whose buffer counts these calls, too
         self.begin_step()
 
     @precondition(lambda self: self.keeps_last and not self.is_final)
@@ -553,14 +554,14 @@ class AnyOrder(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------------------
 
     def refused(self, act: Callable[[], object]) -> bool:
-        """Whether the engine is in the middle of what nobody may look at, and says so."""
+        """Whether weights are changing, so that the engine refuses the call; checks that it does."""
         if self.streams:
             with pytest.raises(ConfigError, match="is changing meanwhile"):
                 act()
         return self.streams
 
     def fits(self, name: str) -> bool:
-        """Whether these weights fit the device together; at least where all do."""
+        """Whether these weights fit on the device together; where all weights have room, they must."""
         try:
             with self.engine.gathered([name]):
                 return True
@@ -601,6 +602,6 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = pytest.mark.usefixtures("no_leaks", "one_thread")(AnyOrder.TestCase)
 if settings.get_current_profile_name() != "long":
-    # To make a failing example small takes minutes, which the long profile has.
+    # Shrinking a failing example takes minutes: only the long profile does that.
     found = (Phase.explicit, Phase.generate)
     TestAnyOrder.settings = settings(max_examples=10, stateful_step_count=25, derandomize=True, phases=found)

@@ -37,7 +37,7 @@ each_schedule_and_dtype = pytest.mark.parametrize(
 def opened(
     tmp_path: Path, update: str = "forward", clip: float | None = None, room: int = 0, model: Any = None, **options: Any
 ) -> Iterator[Engine]:
-    """An engine on everything on NVMe; the device holds one block and `room` bytes more."""
+    """An engine with everything on NVMe; the device holds one block and `room` bytes more."""
     gpu, cpu = smallest_budgets(tiny(), nvme=["unused"], update=update)
     tiers = disk(tmp_path, gpu_memory=gpu + room, cpu_memory=cpu)
     config = AdamWConfig(lr=1e-3)
@@ -108,7 +108,7 @@ def test_a_parameter_read_outside_of_forward_raises_by_name(
 
 
 def test_no_method_of_a_tensor_goes_past_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever gives a tensor was asked about first; else it would be a view of memory that is not there."""
+    """Each method that gives a tensor asks the guard first; else the tensor would be a view of memory that is gone."""
 
     class Asked(Exception):
         pass
@@ -148,7 +148,7 @@ def test_whole_models_are_read_through_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_weight_can_be_shown_everywhere(tmp_path: Path) -> None:
-    model = nn.EmbeddingBag(3, 4)  # which shows its weight, and throws that away
+    model = nn.EmbeddingBag(3, 4)  # its repr makes the text of its weight, and throws that away
     with Engine(model, disk(tmp_path)) as engine:
         assert "engine.gathered(['weight'])" in repr(model.weight)
         assert str(model) == str(nn.EmbeddingBag(3, 4))
@@ -172,7 +172,7 @@ def test_gathered_reads_what_training_made(update: str, clip: float | None, tmp_
 
 @each_schedule_and_dtype
 def test_gathered_modifies(update: str, clip: float | None, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Changed weights are trained on from; what was not changed keeps every bit of its master."""
+    """Training goes on from changed weights; weights that were not changed keep every bit of their masters."""
     gpu, cpu = smallest_budgets(tiny(dtype), nvme=["unused"], update=update)
     tiers = disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu)
     with Engine(tiny(dtype), tiers, AdamWConfig(lr=1e-3), update=update, max_grad_norm=clip) as engine:
@@ -183,7 +183,7 @@ def test_gathered_modifies(update: str, clip: float | None, dtype: torch.dtype, 
             engine.gathered(["blocks.0.up.weight"]),
             torch.no_grad(),
         ):
-            engine.model.blocks[0].up.weight.fill_(7.0)  # without modify it is lost
+            engine.model.blocks[0].up.weight.fill_(7.0)  # without modify the change is lost
         assert torch.equal(engine.state_dict()["blocks.0.up.weight"], before["blocks.0.up.weight"])
         with engine.gathered(["blocks.0.up.weight"], modify=True), torch.no_grad():
             engine.model.blocks[0].up.weight[:5] = 0.5
@@ -207,7 +207,7 @@ def test_gathered_modifies(update: str, clip: float | None, dtype: torch.dtype, 
 def test_weights_changed_between_steps_are_trained_on_from(
     update: str, clip: float | None, room: int, tmp_path: Path
 ) -> None:
-    """Also where every guess is wrong, and the update goes back to the weights that were put there."""
+    """Also where every guess is wrong, and the update goes back to the changed weights."""
     batches, model = tokens(3), tiny()
     expected = train_plain(model, batches[:2], max_grad_norm=clip)
     with opened(tmp_path, update, clip, room) as engine:
@@ -383,7 +383,7 @@ def test_hooks_of_the_optimizer_come_before_and_after_each_step(tmp_path: Path) 
 
 
 def test_a_wrapper_of_the_optimizers_step_need_not_return_anything(tmp_path: Path) -> None:
-    """As a timer's; but it has to call it."""
+    """As the wrapper of a timer; but a wrapper has to call the step."""
     first, second = tokens(2)
     with opened(tmp_path, "step") as engine:
         step = engine.optimizer.step
@@ -529,7 +529,7 @@ def test_loaded_weights_are_trained_on_from(
 
 
 class Branching(TinyModel):
-    """Its first block runs only when it is asked to."""
+    """Its first block runs only if `is_whole`."""
 
     is_whole = True
 
@@ -583,7 +583,7 @@ def test_a_block_that_only_the_first_micro_batch_reaches(update: str, clip: floa
 
 
 def test_a_relative_directory_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run may have a store of the same name where the process goes."""
+    """The process may change to a directory in which another run has a store of the same name."""
     for name in "ab":
         (tmp_path / name / "run").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a")
@@ -611,7 +611,7 @@ def test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not(tmp_path: P
         del unpacked
         assert not group.is_viewed()
         hooks.step_ended()
-        with pytest.raises(GraphError, match="as they were before"):  # whose frames are kept with it
+        with pytest.raises(GraphError, match="as they were before"):  # the error keeps its frames
             hooks._unpack(packed[1])
         assert (group.saved_views(), group.is_viewed()) == (2, False)
         packed.clear()

@@ -1,4 +1,4 @@
-"""What `update="auto"` does: it guesses where nobody can come between backward and step(), and only there."""
+"""What `update="auto"` does: it guesses where no call can come between backward and step(), and only there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierstore.train.report import StepReport
 
 STEPS = 8
 LOUD = 4
-NEVER, SOMETIMES, ALWAYS = 1e9, 50.0, 1e-6  # clipped; sometimes: the loud one
+NEVER, SOMETIMES, ALWAYS = 1e9, 50.0, 1e-6  # which steps are clipped: none, the loud one, all
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -55,7 +55,7 @@ def engine_on(folder: Path, clip: float | None, model: nn.Module | None = None, 
 
 
 class Steps:
-    """What the steps of an engine were, and its weights after each."""
+    """Makes steps of an engine; notes their reports, and whether their updates were guessed."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -83,7 +83,7 @@ class Steps:
     [
         (NEVER, [False] + [True] * 7),  # the first step shows the order
         (ALWAYS, [False] * 8),
-        (SOMETIMES, [False, True, True, True, True, False, False, False]),  # and a wrong guess is followed by a rest
+        (SOMETIMES, [False, True, True, True, True, False, False, False]),  # no guesses for a while after a wrong one
     ],
 )
 def test_it_is_bit_for_bit_as_in_memory_however_it_guesses(clip: float, guessed: list[bool], tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_loop_of_ones_own_may_do_what_it_may_under_forward(tmp_path: Path) -> 
 
 
 def test_a_step_that_was_begun_before_is_no_whole_one(tmp_path: Path) -> None:
-    """Its first backward was not the last one, and nobody knows what else comes."""
+    """Its first backward was not the last one, so the engine cannot know what else comes."""
     with engine_on(tmp_path, NEVER) as engine:
         steps = Steps(engine)
         for x in batches(3):
@@ -135,7 +135,7 @@ def test_a_step_that_was_begun_before_is_no_whole_one(tmp_path: Path) -> None:
 def test_an_interrupt_between_backward_and_step_leaves_a_step_that_is_guarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its updates are under way: weights that are half changed are nothing to read."""
+    """Its updates are under way, so weights may be half changed and cannot be read."""
 
     def interrupted() -> StepReport:
         raise KeyboardInterrupt
@@ -188,7 +188,7 @@ def a_whole_one(steps: Steps, data: list[torch.Tensor]) -> None:
 def test_what_follows_a_whole_step_that_broke_off_is_anybodys_loop(
     go_on: Callable[[Steps, list[torch.Tensor]], None], is_broken_by: str, tmp_path: Path
 ) -> None:
-    """A round that was begun to guess is left in the middle, or was begun by a callback inside `step()`."""
+    """A round that had begun to guess is left in the middle, or a callback begins a round inside `step()`."""
 
     def play(engine: Engine) -> dict[str, torch.Tensor]:
         steps, data = Steps(engine), batches()
@@ -271,7 +271,7 @@ def weights_are_loaded_and_not_committed(engine: Engine) -> None:
 def test_a_wrong_guess_goes_back_to_what_is_there_and_not_further(
     act: Callable[[Engine], None], before: int, tmp_path: Path
 ) -> None:
-    """What comes before the step that is clipped leaves the state uncommitted, or did."""
+    """What happens before the step that is clipped leaves the state uncommitted."""
 
     def play(engine: Engine) -> dict[str, torch.Tensor]:
         for step, x in enumerate(batches()):
@@ -294,7 +294,7 @@ def test_a_wrong_guess_goes_back_to_what_is_there_and_not_further(
 
 
 class Recomputing(Net):
-    """What reentrant checkpointing recomputes, no graph shows before."""
+    """Reentrant checkpointing recomputes the blocks, so no graph shows their parameters before backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.requires_grad_()

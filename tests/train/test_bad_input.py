@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 
 def refuse(kind: type[TierstoreError], folder: Path, way: Way = WAY, **changes: Any) -> str:
-    """The message of an engine that does not come to be: one sentence, and the model is as it was."""
+    """The message of an engine that cannot be made; checks that it is one short line, and the model is unchanged."""
     model = changes.setdefault("model", way.model())
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with pytest.raises(kind) as refusal, opened(way, folder, **changes):
@@ -121,7 +121,7 @@ class TestFullDisk:
 
 
 class TiedBlocks(TinyModel):
-    """A layer needs weights of its own block and of another."""
+    """A layer needs weights of its own block and of another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class ScaledModel(TinyModel):
 
 
 class AdaptedBlocks(TinyModel):
-    """Frozen and trained weights in each block, which backward recomputes: all of it is needed at once."""
+    """Backward recomputes each block, of frozen and trained weights: it needs all weights of the block at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class TestStateDict:
 
 
 class TestKinds:
-    """What is something else altogether is refused by the name of the argument, not by a traceback."""
+    """An argument of another kind is refused with its name, not by an error from deep inside."""
 
     @pytest.mark.parametrize(
         ("name", "value", "told"),
@@ -444,7 +444,7 @@ class TestKinds:
 
 
 class InPlace(nn.Module):
-    """Changes what a layer has saved of its own, or what the next one has saved."""
+    """Changes in place what `exp` has saved as its result and the next layer as its input."""
 
     def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ class InPlace(nn.Module):
     "change", [lambda y: y.mul_(10), lambda y: y[0].zero_(), lambda y: y.detach().add_(1), lambda y: y.relu_()]
 )
 def test_what_backward_needs_is_not_changed_in_place(change: Callable[[torch.Tensor], Any], update: str) -> None:
-    """Plain torch refuses it; where there are hooks for saved tensors it does not look."""
+    """Plain torch refuses this, but does not check where there are hooks for saved tensors."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         InPlace(change)(torch.ones(2, 4)).backward()
     tiers = TierConfig(gpu_memory="1MiB", cpu_memory="16MiB", nvme=())

@@ -1,4 +1,4 @@
-"""Models that `deferred` has built, and what is done to them before they have an engine."""
+"""Models that `deferred` has built, and changes of them before they have an engine."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _leaked() -> torch.Tensor:
 
 
 class KeepsViews(Net):
-    """Attributes that hold weights: some would go stale, some are the parameters, or nothing of theirs."""
+    """Attributes hold views of weights (stale, or made anew), parameters themselves, or memory of no parameter."""
 
     def __init__(self, kept: str) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_memory_that_is_kept_past_the_parameter_is_told() -> None:
 
 
 class HeldElsewhere(Net):
-    """Its parameters are also in places that are no modules."""
+    """Its parameters are also held outside of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def copies(model: nn.Module) -> None:
 def test_a_model_of_which_no_engine_could_be_made_is_as_it_was(
     change: Callable[[nn.Module], None] | None, build: Callable[[], nn.Module]
 ) -> None:
-    """Whatever for: options, or what is wrong with the model."""
+    """Whether the options were wrong or the model."""
     model, source = deferred(build)
     before, name = dict(model.named_parameters()), next(iter(dict(model.named_parameters())))
     handle = list(before.values())[-1].register_hook(lambda gradient: gradient)
@@ -330,7 +330,7 @@ def test_a_model_of_which_no_engine_could_be_made_is_as_it_was(
 
 
 def test_weak_references_change_nothing_but_those_that_are_made_meanwhile() -> None:
-    """Where torch cannot swap a parameter, modules get another one, and back; a swap that cannot be undone is told."""
+    """Where torch cannot swap a parameter, modules get a new one and back. A swap that cannot be undone is told."""
     torch.manual_seed(3)
     expected = losses(Net(), None)
     torch.manual_seed(3)
@@ -397,7 +397,7 @@ def test_attributes_of_parameters_stay() -> None:
 
 
 class Adapted(nn.Module):
-    """LoRA, added to a model that is there."""
+    """LoRA, added to an existing layer."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class Adapted(nn.Module):
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
-    """Beside the blocks, so that names of what is there stay."""
+    """Adapters are added beside the layers of the blocks, so that existing names stay."""
     model.requires_grad_(False)
     torch.manual_seed(7)
     for block in model.blocks:
@@ -488,7 +488,7 @@ def test_a_seed_that_is_set_meanwhile_stays_and_is_told() -> None:
     assert torch.equal(torch.get_rng_state(), seeded)
     torch.manual_seed(5)
     seeded = torch.get_rng_state()
-    list(source.stream())  # once more, of another engine
+    list(source.stream())  # once more, as for another engine
     assert torch.equal(torch.get_rng_state(), seeded)
 
 
@@ -521,7 +521,7 @@ def test_a_function_that_returns_no_module_is_told() -> None:
 
 
 def test_a_model_without_values_gives_no_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run takes beyond what the process has."""
+    """The warning counts what a run takes beyond the memory that its model gives back."""
 
     def build() -> nn.Module:
         return nn.Linear(1024, 4096, bias=False)

@@ -1,4 +1,4 @@
-"""Ctrl-C in what lets one call in at a time: whoever is interrupted there is out again."""
+"""Ctrl-C in the code that lets in one call at a time: an interrupted call keeps no other one out."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tierstore.train import call_order
 from tierstore.train.call_order import CallOrder
 
 _LOOKS = {"CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"}
-"""After these instructions the interpreter looks whether a signal has come."""
+"""After these instructions the interpreter checks for signals."""
 
 
 def interrupted_at(number: int, run: Callable[[], None]) -> bool:
-    """Whether a run has looked for signals in `call_order` so often; then it has found Ctrl-C the last time."""
+    """Whether a run makes this many checks for signals in `call_order`; the last of them then finds Ctrl-C."""
     left, before = number, dict[FrameType, str]()
 
     def trace(frame: FrameType, event: str, given: Any) -> Any:
@@ -40,7 +40,7 @@ def interrupted_at(number: int, run: Callable[[], None]) -> bool:
                     raise KeyboardInterrupt
         return trace
 
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it before it begins to trace
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 needs this before tracing begins
     sys.settrace(trace)
     try:
         contextvars.copy_context().run(run)
@@ -52,7 +52,7 @@ def interrupted_at(number: int, run: Callable[[], None]) -> bool:
 
 
 def elsewhere(call: Callable[[], None]) -> list[Exception]:
-    """The error of a call by another thread."""
+    """The error of a call by another thread, if any."""
     errors = []
 
     def run() -> None:

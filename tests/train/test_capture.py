@@ -147,7 +147,7 @@ def test_modules_come_back_as_they_were() -> None:
     assert other[0].calls == ["a"]
     assert other[1].num_batches_tracked == 5
     values = plain(module_state(model))
-    del values["0._extra_state"]  # of a store that is older
+    del values["0._extra_state"]  # as in an older store
     load_module_state(other, values)
     with pytest.raises(FormatError, match=r"'0\.queue' is only in the store; a buffer that was added or removed"):
         load_module_state(other[1:], values)
@@ -205,14 +205,14 @@ def test_one_that_refuses_its_state_leaves_it_to_the_right_one(tmp_path: Path) -
 
 
 def test_registered_too_late(tmp_path: Path) -> None:
-    """Not silently set back to an earlier step."""
+    """The object is not silently set back to an earlier step."""
     with opened(WAY, tmp_path, registered={"late": Holder()}) as run:
         run.until(2)
     late = Holder()
     with opened(WAY, tmp_path, registered={}) as run:
         with pytest.raises(UserWarning, match="'late'"):  # an error here (pyproject.toml), before anything is done
             run.step()
-        run.engine.step()  # told once: who has every warning for an error can go on
+        run.engine.step()  # warned once: a run that turns warnings into errors can go on
         with pytest.raises(ConfigError, match=r"'late' is registered after step 3, .* state after step 2, from"):
             run.engine.register("late", late)
         run.engine.register("new", late)

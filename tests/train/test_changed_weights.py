@@ -140,7 +140,7 @@ def test_a_change_is_committed_with_the_step_before_it(how: str, tmp_path: Path)
         else:
             state = run.engine.state_dict()
             run.engine.load_state_dict(state | {NAME: torch.full_like(state[NAME], 0.5)})
-        run.engine._parts.runtime.call(run.engine._parts.store.flush)  # what is committed, and nothing more
+        run.engine._parts.runtime.call(run.engine._parts.store.flush)  # publishes what is committed, and nothing more
         shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("lock"))
     with opened(WAY, tmp_path / "killed") as run:
         assert run.engine.step_count == 2
@@ -149,7 +149,7 @@ def test_a_change_is_committed_with_the_step_before_it(how: str, tmp_path: Path)
 
 @pytest.mark.parametrize("new", [torch.zeros(3), torch.zeros(128, 32, dtype=torch.bfloat16)], ids=["shape", "dtype"])
 def test_new_data_that_does_not_fit_is_refused(new: torch.Tensor, tmp_path: Path) -> None:
-    """Nothing has changed, nor what came with it, where somebody holds a view."""
+    """Nothing has changed, nor has the other parameter of the block, although a view is held."""
     with opened(WAY, tmp_path) as run:
         model = run.engine.model
         before, parameter, other = run.engine.state_dict(), model.get_parameter(NAME), model.get_parameter(BIAS)
@@ -189,7 +189,7 @@ class Counted(nn.Linear):
 
 
 def counted() -> nn.Sequential:
-    """With one layer under two names."""
+    """A model with one layer under two names."""
     layer = Counted()
     return nn.Sequential(layer, nn.Linear(4, 4), layer)
 
@@ -268,7 +268,7 @@ def test_in_blocks_inside_each_other_what_one_of_them_modifies_is_kept_and_nothi
 
 
 def test_a_block_that_raises_changes_nothing_whatever_is_read_inside_of_it(tmp_path: Path) -> None:
-    """Also where somebody holds a view, so that the weights stay on the device."""
+    """Also where a view is held, so that the weights stay on the device."""
     with opened(WAY, tmp_path) as run:
         weight, view = run.engine.model.get_parameter(NAME), None
         before = run.engine.state_dict()[NAME]
@@ -283,7 +283,7 @@ def test_a_block_that_raises_changes_nothing_whatever_is_read_inside_of_it(tmp_p
 
 
 def test_a_block_inside_another_one_that_raises_undoes_nothing(tmp_path: Path) -> None:
-    """What the block around it changes is kept by that one."""
+    """The outer block keeps what it has changed."""
     with opened(WAY, tmp_path) as run:
         weight = run.engine.model.get_parameter(NAME)
         for modify in (False, True):
@@ -319,7 +319,7 @@ def test_what_came_into_the_model_later_is_refused_and_not_left_untrained(tmp_pa
             run.step()
         with pytest.raises(GraphError, match="came into the model"):
             run.engine.load_state_dict(whole)
-        with pytest.raises(GraphError, match="came into the model"):  # which values are meant, nobody can know
+        with pytest.raises(GraphError, match="came into the model"):  # it is not known which values are meant
             run.engine.state_dict()
         with pytest.raises(GraphError, match="came into the model"):
             run.engine.export(tmp_path / "exported")

@@ -1,4 +1,4 @@
-"""Ordinary checkpoints: what transformers wrote is read, what is written transformers reads, and never half of it."""
+"""Ordinary checkpoints: read as transformers wrote them, written as transformers reads them, and never by half."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def mixtral() -> transformers.MixtralForCausalLM:
 
 
 def loaded(directory: Path, build: Callable[[], nn.Module]) -> tuple[nn.Module, State, CheckpointSource]:
-    """A meta model, and its parameters from a checkpoint."""
+    """A meta model, its parameters from a checkpoint, and their source."""
     model, source = deferred(build, checkpoint=directory)
     assert isinstance(source, CheckpointSource)
     values = {name: torch.full(parameter.shape, torch.nan).view(-1) for name, parameter in model.named_parameters()}
@@ -154,7 +154,7 @@ def test_the_prefix_of_the_base_model_may_be_there_or_not(tmp_path: Path) -> Non
 
 
 class Plain(nn.Module):
-    """No transformers: a prefix of its own, a tied weight, buffers of both kinds."""
+    """A model without transformers: a prefix of its own, a tied weight, buffers of both kinds."""
 
     base_model_prefix = "body"
 
@@ -390,7 +390,7 @@ class Killed(BaseException):
 
 
 class Mortal(Backend):
-    """Ends at the n-th change of a name or sync; after a kill nothing is done."""
+    """Raises `Killed` after `calls` renames, removals and syncs: at the next one, for a kill also at all later ones."""
 
     def __init__(self, calls: int, *, is_kill: bool) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ def read_back(directory: Path) -> dict[str, float] | None:
 def test_what_ends_a_write_leaves_the_old_checkpoint_or_the_new_one(
     old_bytes: int, new_bytes: int, is_kill: bool, tmp_path: Path
 ) -> None:
-    """And nothing else, once there was another one; an error leaves nothing else at once."""
+    """The next write removes all that a kill has left; an error leaves no other files."""
     old, new = ({name: torch.full((15,), value) for name in "abc"} for value in (1.0, 2.0))
     expected = [dict.fromkeys("abc", value) for value in (1.0, 2.0)]
     files = {60: 4, 100: 4, 10**6: 1}
@@ -485,7 +485,7 @@ def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [10, 10**6])
 def test_what_a_killed_write_of_an_older_release_left_is_in_nobodys_way(shard_bytes: int, tmp_path: Path) -> None:
-    """It had renamed one shard, and kept the other one and the indexes in a directory."""
+    """That release had renamed one shard, and kept the other one and the indexes in a directory."""
     left, shards = tmp_path / ".checkpoint-unfinished", [f"model-0000{one}-of-00002.safetensors" for one in (1, 2)]
     left.mkdir()
     for path in (tmp_path / shards[0], left / shards[1]):
@@ -514,7 +514,7 @@ def test_of_two_writers_the_second_is_refused(shard_bytes: int, tmp_path: Path) 
 def test_where_nothing_can_be_locked_the_second_writer_is_the_one_that_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the file of the first one for a leftover; that one sees it, and publishes nothing of the other one."""
+    """The second takes the first one's file for a leftover; the first notices, and publishes nothing of the second."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -536,7 +536,7 @@ def test_what_is_no_shard_of_ours_is_not_taken_for_a_leftover(tmp_path: Path) ->
     lora, named = tmp_path / "lora.safetensors", tmp_path / "model-00000001-00002-of-00002.safetensors"
     for path in (lora, named):
         path.write_bytes(b"of somebody")
-    left = tmp_path / f"model-00002-of-00002.safetensors{PARTIAL}"  # killed before this one had its name
+    left = tmp_path / f"model-00002-of-00002.safetensors{PARTIAL}"  # killed before this file was renamed
     left.write_bytes(b"whole")
     index = json.dumps({"weight_map": {"a": lora.name, "b": named.name}})
     (tmp_path / f"{INDEX}{PARTIAL}").write_text(index, encoding="utf-8")

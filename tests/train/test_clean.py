@@ -48,13 +48,13 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 
 def begun(way: Way) -> int:
-    """How many steps come before the one that is broken off: of the last, no commit was due, if that may be."""
+    """How many steps come before the one that is broken off; if possible, the last of them was not due for a commit."""
     return way.commit_every + 1
 
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest) -> tuple[Way, list[State]]:
-    """A way to train, and the states that it passes through until after that one."""
+    """A way to train, and its states up to the one after the step that is broken off."""
     way = WAYS[request.param]
     return way, states_of(way, begun(way) + 1)
 
@@ -66,7 +66,7 @@ def states_of(way: Way, steps: int) -> list[State]:
 
 
 def half_with_each(values: Sequence[Any]) -> list[Any]:
-    """Every other one of the values with each way."""
+    """Each way with every other one of the values."""
     return [
         pytest.param(name, value, id=f"{name}-{getattr(value, '__name__', value)}")
         for row, name in enumerate(WAYS)
@@ -97,7 +97,7 @@ class TestClose:
             with pytest.raises(ClosedError):
                 use()
         with opened(way, tmp_path) as again:
-            assert again.engine.step_count == begun(way)  # also what was not due
+            assert again.engine.step_count == begun(way)  # also a step that was not due for a commit
 
     @pytest.mark.parametrize("nvme", [True, False])
     def test_without_durability_leaves_an_empty_directory(self, nvme: bool, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ class TestClose:
         assert not names(tmp_path)
 
     def test_a_stuck_disk_keeps_the_store(self, tmp_path: Path) -> None:
-        """What it writes at last must not meet the bytes of somebody who was given the store meanwhile."""
+        """Its late writes must not hit the bytes of another run that got the store meanwhile."""
         disk = StuckDisk()
         way = WAYS["forward-disk"]
         run = open_run(way, tmp_path, disk, timeout_s=0.5)
@@ -124,10 +124,10 @@ class TestClose:
             pass
         assert not ended
         disk.goes_on.set()
-        with contextlib.suppress(Timeout):  # also of what was given up when the disk was stuck
+        with contextlib.suppress(Timeout):  # perhaps from work given up while the disk was stuck
             run.engine.close()
         run.engine.close()
-        assert ended  # what works with other ranks, too
+        assert ended  # the part that works with other ranks is closed, too
         with opened(way, tmp_path) as again:
             assert again.engine.step_count == 1
 
@@ -180,7 +180,7 @@ class TestClose:
 
     @pytest.mark.parametrize("kind", ["pread", "pwrite"])
     def test_lets_go_of_the_model_also_after_an_error_of_the_disk(self, kind: str, tmp_path: Path) -> None:
-        """The error, which tasks keep, reaches a graph by its frames, and the graph reaches the model."""
+        """Tasks keep the error, whose frames refer to a graph, which refers to the model."""
         disk = FaultyBackend(kinds=(kind,))
         run = open_run(WAYS["forward-disk"], tmp_path, disk)
 
@@ -222,7 +222,7 @@ class TestClose:
 
     @pytest.mark.parametrize("modify", [False, True])
     def test_ends_a_block_that_looks_at_weights(self, modify: bool, tmp_path: Path) -> None:
-        """It was closed in there, or at exit, where a generator holds it that nobody runs to its end."""
+        """The engine is closed inside the block; or, as at exit, only the block's generator is closed, after it."""
         run = open_run(Way(), tmp_path)
         run.until(1)
         block = run.engine.gathered("norm", modify=modify)
@@ -342,7 +342,7 @@ BREAKS = [
     for number, kind in enumerate(KINDS)
     if (row + column + number) % 2 and (name in ("forward-disk", "backward-3", "speculative") or (row + column) % 2)
 ]
-"""Both kinds in each of the places, and every place in three of the ways; every other one in the rest of them."""
+"""Both kinds at each place; every place in three of the ways, and every other place in the other ways."""
 
 
 FOUR_BLOCKS = Way("forward", cpu_memory=DISK, blocks=4, width=96)
@@ -350,7 +350,7 @@ FOUR_BLOCKS = Way("forward", cpu_memory=DISK, blocks=4, width=96)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> State:
-    """After three steps that nothing interrupts."""
+    """The state after three steps that nothing interrupts."""
     with opened(FOUR_BLOCKS, tmp_path_factory.mktemp("whole"), gpu_memory="1100KiB") as run:
         run.until(3)
         return State.of(run)
@@ -376,7 +376,7 @@ class TestAnExceptionInTheMiddleOfAStep:
         with pytest.raises(kind, match="on purpose"):
             train()
         found = check_resumes(way, tmp_path, expected)
-        # A commit that was not due comes at the end, unless the store may have gone on from there.
+        # Close commits a step that was not due, unless the store may have moved on from that state.
         is_lost = way.update == "backward" and place is not in_forward
         is_lost |= place in (in_a_callback, in_the_state_of_something_registered)
         assert found == (3 if way.commit_every == 3 and is_lost else begun(way))
@@ -404,7 +404,7 @@ class TestAnExceptionInTheMiddleOfAStep:
     def test_is_no_matter_while_the_round_begins(
         self, case: tuple[Way, list[State]], has_begun: bool, tmp_path: Path
     ) -> None:
-        """Nobody knows whether it has; the forward is repeated."""
+        """It is unknown whether the round has begun; the forward is repeated."""
         way, expected = case
         with opened(way, tmp_path) as run:
             run.until(begun(way))
@@ -475,7 +475,7 @@ class TestAnExceptionInTheMiddleOfAStep:
     def test_is_no_matter_between_the_books_and_the_loop(
         self, number: int, is_posted: bool, whole: State, tmp_path: Path
     ) -> None:
-        """What a group was asked to do is on its way if the books say so, and once."""
+        """If the books say that a group's move was started, it was, and only once."""
         with opened(FOUR_BLOCKS, tmp_path, gpu_memory="1100KiB") as run:
             run.until(2)
             parts = run.engine._parts
@@ -518,7 +518,7 @@ def raise_broken(module: nn.Module, args: Any) -> None:
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt; a shell that starts tests in the background has it ignored."""
+    """SIGINT raises KeyboardInterrupt; a shell that starts tests in the background makes them ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -526,7 +526,7 @@ def interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_by_the_keyboard(tmp_path: Path) -> None:
-    """The signal itself, at whatever place the training thread is then."""
+    """A real signal, wherever the training thread is at that moment."""
     way = WAYS["forward-disk"]
     expected = states_of(way, begun(way) + 1)
     for at in range(0, 10, 2):
@@ -593,10 +593,10 @@ class TestFork:
 
     @pytest.mark.parametrize("what", ["engine", "files"])
     def test_the_child_leaves_a_store_that_holds_no_generation_yet(self, what: str, tmp_path: Path) -> None:
-        """To whoever made it, files without a generation are needless."""
+        """The process that made such files removes them when it closes the store; the child must not."""
         disk, way = LateGeneration(), WAYS["forward-disk"]
         with opened(way, tmp_path, disk) as run:
-            made = {name for name in names(tmp_path) if not name.endswith(".tmp")}  # which gets its name meanwhile
+            made = {name for name in names(tmp_path) if not name.endswith(".tmp")}  # which is renamed meanwhile
             said = in_child(run.engine.close if what == "engine" else run.engine._parts.store.release)
             left = names(tmp_path)
             disk.goes_on.set()
@@ -633,7 +633,7 @@ def use_all(run: Run, loss: torch.Tensor) -> None:
 
 
 def in_child(work: Callable[[], None]) -> str:
-    """What a forked child said went wrong."""
+    """The error that a forked child reported, if any."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

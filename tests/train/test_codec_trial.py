@@ -1,4 +1,4 @@
-"""codec="auto": measured when the store is made, recorded, and never a bit of difference."""
+"""codec="auto": measured when the store is made, recorded, and without any effect on results."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_sample_takes_no_weight_away() -> None:
 def test_what_is_tried_compresses_as_trained_state_does(
     kind: Kind, dtype: str, item_bytes: int, low: float, high: float
 ) -> None:
-    """The bounds hold what GPT-2 had after 45 steps, see [Note: what is tried]."""
+    """The bounds enclose the ratios of GPT-2 after 45 steps, see [Note: what is tried]."""
     master = (np.random.default_rng(5).standard_normal(2**17) * 0.02).astype(np.float32)
     sample = codec_trial.like_trained(kind, dtype, master)
     assert low <= measure_codec(Codec.LZ4_BITSHUFFLE, item_bytes, [sample], dtype).ratio <= high

@@ -19,7 +19,7 @@ LINK = CostModel(300e-6, 2e9, launch_s=20e-6)
 
 
 class Channel:
-    """An interconnect and a clock: collectives end one after the other, each a little off the model.
+    """An interconnect and a clock: collectives run one after the other, each a little slower or faster than the model.
 
     Not the planner's own timeline, but events as a machine makes them: launches take the caller's time, a collective
     begins when the one before it is done.

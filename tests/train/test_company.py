@@ -30,7 +30,7 @@ UPDATES = [one.value for one in UpdateSchedule]
 
 
 class Chain(nn.Module):
-    """Many small blocks around a large one, whose gradient has room for those of many small ones."""
+    """Many small blocks around a large one; the room for its gradient also holds those of many small blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_in_company_gradients_are_what_they_are_alone(
 def test_a_large_gradient_is_copied_alone_whoever_comes_with_it(
     arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One thread would copy all its chunks, and none of them be updated before the last has come."""
+    """Else one thread would copy all its chunks, and none could be updated before the last is there."""
     monkeypatch.setattr(CpuDevice, "small_bytes", 4096)
     together_bytes: list[list[int]] = []
     collect = Gradients._collect
@@ -186,7 +186,7 @@ def test_an_interrupt_with_gradients_waiting_for_company_loses_that_step_alone(
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_work_that_never_begins_is_closed(is_closed: bool) -> None:
-    """A step is broken off, or the loop ends, between a hand-over and its first turn."""
+    """A step is broken off, or the loop ends, between a hand-over and the first turn of its work."""
     accepted: list[Any] = []
 
     class Store:

@@ -52,7 +52,7 @@ def uncompiled(inside: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class PartlyCompiled(nn.Module):
-    """A block that calls what is not compiled, and saves its weights and what it computes for backward."""
+    """A block that calls an uncompiled function, in which weights and activations are saved for backward."""
 
     def __init__(self) -> None:
         super().__init__()

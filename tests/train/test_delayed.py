@@ -1,4 +1,4 @@
-"""The delayed update is a plain loop that is one step stale, wherever the state lives, resumed or not."""
+"""The delayed update equals a plain loop that is one step stale, wherever the state lives, resumed or not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierstore.train.engine import Engine
 
 STEPS = 5
 CLIP = 0.5
-SMALL = "1600KiB"  # for one block: state on disk, and a group's gradients
+SMALL = "1600KiB"  # for a model of one block, whose state and gradients are then on the disk
 
 
 def stale_loop() -> list[float]:
@@ -95,7 +95,7 @@ def test_delayed_is_the_same_on_disk_and_after_a_resume(
 
 
 class SlowSync(Backend):
-    """Data becomes durable late: after the next spilled gradient was written, if that comes too early."""
+    """Weights become durable late: a spilled gradient that does not wait for them is written before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class SlowSync(Backend):
 def test_a_generation_keeps_its_pending_gradients_until_it_is_published(
     disk_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spilled gradients of the step after the next go to the same pack; the commit may still be on its way."""
+    """Spilled gradients of the step after the next go to the same pack, while the commit may still be under way."""
     expected, _ = delayed(disk_path / "whole", "5900KiB", [])
     copies: dict[int, Path] = {}
     publish = Manifests.publish
@@ -198,7 +198,7 @@ def step_once(engine: Engine) -> None:
 
 
 def three_steps(store: Path, cpu_memory: str) -> dict[str, torch.Tensor]:
-    """Make a store that holds the gradients of its third step. Returns the weights when those are applied."""
+    """Make a store that holds the gradients of its third step. Returns the weights after those are applied."""
     with engine_of(store, "delayed", cpu_memory) as engine:
         engine.apply_pending()  # there are none
         for _ in range(3):
@@ -212,7 +212,7 @@ def three_steps(store: Path, cpu_memory: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("cpu_memory", ["64MiB", "4MiB"])
 def test_pending_gradients_are_applied_without_a_step(disk_path: Path, cpu_memory: str) -> None:
-    """As the next step would; the store then opens with any schedule, and delayed goes on, too."""
+    """As the next step would apply them; then the store opens with any schedule, and delayed can also go on."""
     store = disk_path / "store"
     expected = three_steps(store, cpu_memory)
     with engine_of(store, "delayed", cpu_memory) as engine:
@@ -279,7 +279,7 @@ def test_going_back_to_pending_gradients_and_from_what_holds_none(disk_path: Pat
     with engine_of(store, "delayed") as engine:
         engine.apply_pending()
     backend = CountsManifests(store)
-    with engine_of(store, "delayed", resume="previous", backend=backend) as engine:  # which has them still
+    with engine_of(store, "delayed", resume="previous", backend=backend) as engine:  # it still holds them
         engine.apply_pending()
         applied = engine.state_dict()
     assert backend.seen[0] == 1, "written while the newer generation was there"
@@ -288,13 +288,13 @@ def test_going_back_to_pending_gradients_and_from_what_holds_none(disk_path: Pat
         engine_of(store, "forward", resume="previous")
     with engine_of(store, "delayed") as engine:
         assert (engine.step_count, len(list(store.glob("gradients*")))) == (3, 4)
-        engine.load_state_dict(engine.state_dict())  # another generation without
+        engine.load_state_dict(engine.state_dict())  # another generation without pending gradients
     with engine_of(store, "forward", resume="previous") as engine:
         assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
         assert len(list(store.glob("gradients*"))) == 4  # the newer generation might need them
         for _ in range(2):
             engine.load_state_dict(engine.state_dict())
-    assert not list(store.glob("gradients*"))  # both generations that are there are of this run
+    assert not list(store.glob("gradients*"))  # both remaining generations are of this run
 
 
 def test_gradients_that_another_schedule_spills_are_not_those_of_the_generation_before(disk_path: Path) -> None:
@@ -318,7 +318,7 @@ def is_for_device() -> bool:
 
 
 class SlowLoad(Backend):
-    """One read of weights for the device comes back late: after its chunk was written, if that does not wait."""
+    """One read of weights for the device returns late: after the next write of its chunk, unless that waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class SlowLoad(Backend):
 
 
 def test_weights_on_their_way_are_not_those_of_before(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "VOCABULARY", 512)  # the embedding is a group of the size of others
+    monkeypatch.setattr(runs, "VOCABULARY", 512)  # so that the embedding is a group as large as others
     gpu, cpu = runs.smallest_budgets(runs.tiny(tied=False), nvme=["unused"], update="delayed")
     tiers = TierConfig(gpu_memory=gpu + 760_000, cpu_memory=cpu + 500_000, nvme=[disk_path / "store"])
     backend, plain = SlowLoad(), runs.tiny(tied=False)
@@ -365,7 +365,7 @@ def test_weights_on_their_way_are_not_those_of_before(disk_path: Path, monkeypat
 
 
 def test_pending_gradients_and_what_is_in_hand(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes are not overwritten, graphs of before are refused, and a commit that failed is told again."""
+    """Changes in progress are not overwritten, older graphs are refused, and a failed commit is told again."""
     with engine_of(disk_path / "store", "delayed") as engine:
         step_once(engine)
         for modify in (False, True):
@@ -410,7 +410,7 @@ def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(di
             gradients.kept_by = asyncio.create_task(commit())
             pieces = [Piece(0, torch.ones(parts.store.groups[group].elements), True)]
             accepting = asyncio.ensure_future(gradients.accept([Arrival(group, pieces, Reached(), is_final=True)]))
-            for _ in range(5):  # turns of the loop: it begins, waits
+            for _ in range(5):  # turns of the loop, in which it begins and waits
                 await asyncio.sleep(0)
             taken_bytes = gradients.memory.staging.used_bytes
             published.set()

@@ -16,7 +16,7 @@ from tierstore.train.depth import DepthChooser
 GROUPS = 20
 ORDER = (*range(GROUPS), *range(GROUPS - 2, -1, -1))
 SIZE = 80_000
-FAST, SLOW = 1e9, 0.7e6  # at the slow one, depths from 1 to 8 each take less than the one before
+FAST, SLOW = 1e9, 0.7e6  # at the slow rate each depth from 1 to 8 takes less time than the one before
 
 
 def depths_of(homes: list[Tier], steps: list[dict[str, float]], ranks: int = 1) -> list[int]:
@@ -54,7 +54,7 @@ def test_weights_on_disk_come_at_its_rate() -> None:
 
 @pytest.mark.parametrize("rate", [FAST, SLOW])
 def test_weights_in_memory_do_not(rate: float) -> None:
-    """What is read then is state, which no load waits for."""
+    """Reads are then of state, for which no load waits."""
     assert depth_of([Tier.CPU] * GROUPS, read=rate) == 2
 
 
@@ -82,7 +82,7 @@ def test_rates_that_go_up_and_down_are_not_computed_anew(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("before", [10, 0.01])
 def test_whatever_was_before_the_depth_is_that_of_now(before: float) -> None:
-    """Rates between two that gave one depth may need another one."""
+    """A rate between two that gave the same depth may need another depth."""
     steps = [{"read": 10 * SLOW}] * 5 + [{"read": before * SLOW}] * 5
     found = depths_of([Tier.NVME] * GROUPS, [*steps, *[{"read": SLOW}] * 40])
     assert found[-1] == depth_of([Tier.NVME] * GROUPS, read=SLOW) > found[4]

@@ -1,7 +1,7 @@
 """A step that is broken off at each place where the loop waits: by an error, by Ctrl-C, by a runtime that closes.
 
-Whatever it is, it is told, memory and budgets are what they were, nothing is left running, and the store goes on from a
-generation that is the uninterrupted run's. (Stores of tensors: `tests/store/test_tensors_faults.py`.)
+In each case the caller gets the error, memory and budgets are as before, nothing is left running, and the store resumes
+from a generation of the uninterrupted run. (Stores of tensors: `tests/store/test_tensors_faults.py`.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Watch:
     """Sees where the tasks of a loop wait.
 
     Args:
-        place: the first wait there is what `act` is for; it gives the error that the wait ends with, if any.
+        place: at the first wait there `act` is called; it returns the error that the wait ends with, if any.
     """
 
     def __init__(self, place: str = "", act: Callable[[], BaseException | None] = lambda: None) -> None:
@@ -51,7 +51,7 @@ class Watch:
         return await _Steps(work, self)
 
     def waits(self, work: Any) -> BaseException | None:
-        """Work waits; the error that it gets when that ends."""
+        """Called when `work` waits; returns the error to raise in it when the wait ends, if any."""
         step, frames = work, [work.cr_frame]
         while getattr(step.cr_await, "cr_frame", None) is not None:
             step = step.cr_await
@@ -79,7 +79,7 @@ class _Steps:
             failure = self._watch.waits(self._work)
             try:
                 yield waited_for
-                error = failure  # not before: what a thread does goes on to its end
+                error = failure  # only after the wait: the work of a thread goes on to its end
             except BaseException as caught:
                 error = caught
 
@@ -94,7 +94,7 @@ def interrupt(run: Run) -> BaseException | None:
 
 
 def close(run: Run) -> BaseException | None:
-    """As at the end of an interpreter whose runtime is closed first."""
+    """Close the runtime before the engine, as may happen at the end of an interpreter."""
     runtime = run.engine._parts.runtime
     runtime._is_open = False
     runtime._begin_closing()
@@ -114,7 +114,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def train(way: Way, folder: Path, place: str = "", act: Any = None) -> tuple[BaseException | None, Watch]:
-    """Two steps and a close; what was told first."""
+    """Two steps and a close; the first error, and what was seen."""
     run, told = open_run(way, folder), None
     watch = Watch(place, (lambda: act(run)) if act else lambda: None)
     run.engine._parts.runtime.loop.set_task_factory(watch.factory)
@@ -132,7 +132,7 @@ def train(way: Way, folder: Path, place: str = "", act: Any = None) -> tuple[Bas
 
 @pytest.fixture
 def books(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
-    """What each store has lent when it gives its memory back: bytes by pool; of the device, against its groups."""
+    """Bytes that each store has lent by pool when it releases its memory; of "device", those beyond its groups."""
     found: list[dict[str, int]] = []
     release = TrainingStore._release_memory
 
@@ -157,7 +157,7 @@ def test_a_step_broken_off_where_the_loop_waits(
     dropped: list[int] = []
 
     def interrupted(number: int, frame: Any) -> None:
-        if frame.f_code.co_name == "_remove":  # of a weak set, as asyncio's of its tasks: Python would ignore the error
+        if frame.f_code.co_name == "_remove":  # of a weak set, as of asyncio's tasks: Python would ignore the error
             dropped.append(number)
         else:
             signal.default_int_handler(number, frame)
@@ -168,11 +168,11 @@ def test_a_step_broken_off_where_the_loop_waits(
             folder = tmp_path / str(number)
             shutil.copytree(begun, folder)
             told, watch = train(way, folder, place, act)
-            if place in watch.places:  # what is waited for depends on what is sooner
+            if place in watch.places:  # which waits there are depends on timing
                 assert isinstance(told, TOLD[act]) or dropped, (place, told)
             dropped.clear()
             check_resumes(way, folder, expected)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(books) > 10  # what is waited for depends on what is sooner: 19 to 27 were seen
+    assert len(books) > 10  # which waits there are depends on timing: 19 to 27 were seen
     assert not {name for lent in books for name, nbytes in lent.items() if nbytes}, books

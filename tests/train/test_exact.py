@@ -32,7 +32,7 @@ def model_of(dtype: str) -> torch.nn.Module:
 
 
 def batches(accumulate: int = 1) -> list[Any]:
-    """Of a whole run; of three steps, if a step has several."""
+    """The batches of a whole run, which has three steps if a step has several batches."""
     count = STEPS if accumulate == 1 else 3 * accumulate
     return list(zip(tokens(count), itertools.cycle(LOUDNESS)))
 
@@ -67,7 +67,7 @@ def budgets(dtype: str, update: str, chunk_bytes: int | None = None) -> tuple[in
 
 
 def tiers_for(placement: str, dtype: str, update: str, tmp_path: Path, **options: Any) -> TierConfig:
-    """Budgets that put everything, a part, or nothing into CPU memory; groups never all fit the device."""
+    """Budgets that put everything, a part, or nothing into CPU memory; the device never has room for all groups."""
     gpu, cpu = budgets(dtype, update, options.get("chunk_bytes"))
     if options.get("codec"):
         cpu += 2**20
@@ -146,7 +146,7 @@ def test_a_cpu_copies_nothing_but_what_it_loads(update: str, tmp_path: Path, mon
 
 
 def wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one whenever a round is redone."""
+    """A list that grows by one whenever a round is redone."""
     found: list[int] = []
     redo = UpdatePipeline.redo
 
@@ -169,7 +169,7 @@ def wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_speculation_is_exact_however_often_it_fails(
     clip: float, enough: int, wrong: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every other guess is wrong; every one; each would be, so none is made; none is. The first is never made."""
+    """Every other guess is wrong; all are; all would be, so none is made; none is. The first step never guesses."""
     redone = wrong_guesses(monkeypatch)
     monkeypatch.setattr(Speculation, "least", enough)
     tiers = tiers_for("disk", dtype, "speculative", tmp_path)
@@ -182,7 +182,7 @@ def test_speculation_is_exact_however_often_it_fails(
     ("clipped_every", "guesses", "wrong"), [(2, 2, 1), (6, 6, 1), (12, 18, 3), (20, 188, 15), (100, 284, 3)]
 )
 def test_speculation_ends_where_clipping_is_frequent(clipped_every: int, guesses: int, wrong: int) -> None:
-    """Of 300 steps, so many are guessed, of which so many wrong."""
+    """Of 300 steps, `guesses` are guessed, `wrong` of them wrongly."""
     speculation, seen = Speculation(), []
     for step in range(1, 301):
         is_right = step % clipped_every > 0

@@ -1,4 +1,4 @@
-"""Which parameters a backward will reach, asked of autograd, is what a walk over its graph finds."""
+"""The parameters that autograd says a backward will reach are those that a walk over the graph finds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_nested_backward_is_a_graph_of_its_own() -> None:
     known = parameters()
     loss = checkpoint(lambda x: x * known[1], known[0], use_reentrant=True).sum() + known[3].sum()
     assert asked(KnownLeaves(known), loss) == [0, 3]
-    assert known[1].grad is not None  # all the same
+    assert known[1].grad is not None  # it gets a gradient all the same
 
 
 def test_a_loss_that_is_a_parameter_itself() -> None:

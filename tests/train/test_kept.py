@@ -1,6 +1,6 @@
 """Gradients of micro-batches are added on the device where there is room, and come out as if the store had added them.
 
-Without that they go to the store with each micro-batch: this is what they are compared with, bit for bit.
+Without room they go to the store with each micro-batch: both ways are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_added_on_the_device_they_are_what_the_store_adds(update: str, dtype: to
         runs.append(train(tiny(dtype, dropout=0.1), batches, tiers, accumulate=MICRO_BATCHES, **options))
     apart, kept = runs
     kept.check_equal(apart)
-    saved = STEPS * (MICRO_BATCHES - 1) * gradients  # but for a small group's, which has room with the others, too
+    saved = STEPS * (MICRO_BATCHES - 1) * gradients  # except a small group's, which the smallest budget can keep, too
     assert 0.9 * saved < apart.moved["d2h"] - kept.moved["d2h"] <= saved
 
 
@@ -58,7 +58,7 @@ def room_left(engine: Engine) -> int:
 
 
 class Halves(nn.Module):
-    """Blocks of two layers, all first ones before all second ones: their gradients gather side by side."""
+    """Blocks of two layers; all first layers run before all second ones, so gradients of all blocks gather at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_there_is_room_for_some(model: str, tmp_path: Path) -> None:
         runs[0].check_equal(runs[-1])
         rooms, planned = zip(*seen)
         assert min(rooms) >= 0
-        if model == "one after the other":  # `plan` knows no others
+        if model == "one after the other":  # `plan` knows no other order
             assert runs[-1].moved["d2h"] == sum(planned)
     moved = [run.moved["d2h"] for run in runs]
     assert moved == sorted(moved, reverse=True)
@@ -155,12 +155,12 @@ def test_micro_batches_go_other_ways(ways: list[Sequence[int]]) -> None:
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_a_gradient_is_read_between_micro_batches(ways: list[Sequence[int]]) -> None:
-    """Whoever looks sees the sum; what comes after goes to the store, in the same order."""
+    """A read gives the sum so far; later gradients go to the store, and are added in the same order."""
     compare(ways, lambda engine: engine.gradient("layers.1.weight"))
 
 
 def test_what_the_store_has_a_part_of_is_added_there() -> None:
-    """In the order in which they come: of the last three, the sum is not made first."""
+    """In the order in which gradients come: the last three are not summed first."""
     looks = itertools.cycle([True, False, False])
     compare([(0, 1, 2)] * 4, lambda engine: engine.gradient("layers.1.weight") if next(looks) else 0.0)
 
@@ -178,7 +178,7 @@ class Summed(nn.Module):
 
 
 def test_gradients_that_share_their_memory_are_not_added_to_each_other() -> None:
-    """As plain torch does, which is wrong."""
+    """Plain torch adds them to each other, which is wrong."""
     xs = [torch.randn(32, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     tiers = TierConfig(nvme=(), gpu_memory=ROOM, cpu_memory=ROOM)
     with Engine(Summed(), tiers, AdamWConfig(lr=1e-2)) as engine:
@@ -212,7 +212,7 @@ def test_what_is_kept_holds_its_own_memory_only_and_not_beyond_the_engine() -> N
 
 
 def test_a_block_that_the_step_has_not_reached_has_no_gradient() -> None:
-    """Whatever the step before has left, whose update may be still to come."""
+    """Even if the step before, whose update may still be to come, has left one."""
     tiers = TierConfig(nvme=(), gpu_memory=ROOM, cpu_memory=ROOM)
     with Engine(Ways(), tiers, AdamWConfig(lr=1e-2), update="forward", max_grad_norm=1.0) as engine:
         for _ in range(4):

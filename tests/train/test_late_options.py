@@ -24,7 +24,7 @@ def warm_up(step: int) -> float:
 
 
 def late(step: int) -> float:
-    """One that changes when updates are applied in backward already."""
+    """A rate that changes once updates are applied in backward."""
     return 1e-3 if step < 4 else 3e-3
 
 
@@ -126,7 +126,7 @@ def test_a_number_that_is_set_later_may_be_text_as_in_a_config(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "update", "loss_scale", "commit_every"])
 def test_an_argument_of_the_engine_that_is_set_later_is_refused(name: str) -> None:
-    """It would change nothing, and nobody would see that."""
+    """Else it would silently change nothing."""
     with Engine(tiny(blocks=1), TierConfig()) as engine:
         with pytest.raises(ConfigError, match=f"{name} is given when an engine is made"):
             setattr(engine, name, 1.0)

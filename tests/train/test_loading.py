@@ -44,7 +44,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Stream:
-    """An iterable that knows its position, one ahead of whoever holds a batch of it."""
+    """An iterable that knows its position, which is one past the batch that it gave last."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -209,7 +209,7 @@ def test_a_pass_that_another_one_ends_says_so() -> None:
     later = iter(loader)
     assert next(whole, None) is None  # it had ended by itself
     seen = []
-    for batch in loader:  # who evaluates after the last batch of an epoch loses none
+    for batch in loader:  # an evaluation after the last batch of an epoch loses none
         seen.append(batch.item())
         if len(seen) == 3:
             assert len(list(loader)) == 3

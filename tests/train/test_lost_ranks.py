@@ -1,4 +1,4 @@
-"""A rank that dies or stops: the others say so in time and by name, and all go on later from a whole generation."""
+"""A rank that dies or stops: the others name it in time, and all ranks go on later from a whole generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sharing import begin_beside_a_stopped_one, begin_late, find_no_room, lose, 
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
-    """`kill_ranks.py` does it at more moments."""
+    """`kill_ranks.py` kills at more moments."""
     stores = {moment: tmp_path / str(moment) for moment in moments(waits_of(tmp_path / "whole"), 3, seed=3)}
     for moment, store in stores.items():
         lose_one(store, moment, victim=moment % 2)
@@ -34,7 +34,7 @@ def test_one_of_three_is_named(tmp_path: Path) -> None:
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
     first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 117, signal.SIGSTOP, TIMEOUT_S, stopped=[1])
-    # Which wait ends first is open: that of the computing thread or that of the loop, of a commit under way.
+    # Either wait may end first: that of the computing thread, or the loop's wait for a commit under way.
     assert first.value["told"].startswith("RankLost: rank 0 of 2 waited for ")
     assert "rank 1 does not answer" in first.value["told"]
     assert first.value["raised_s"] <= TIMEOUT_S + 1  # which counts from the forward before the wait
@@ -72,7 +72,7 @@ def test_a_rank_without_room_for_weights_ends_the_others() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_rank_that_keeps_the_store_is_gone(how: int) -> None:
-    """Hearts do not beat for ever then: torch prints a stack for each beat."""
+    """Heartbeats then end, because torch prints a stack for each of them."""
     first, _ = outcomes_of(2, lose_the_store, how, 2.0, stopped=[1])
     told, beats = first.value
     assert not beats
