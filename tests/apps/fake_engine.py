@@ -1,4 +1,4 @@
-"""An engine that keeps everything in memory: plain torch, with the face that the training loop uses."""
+"""An engine that keeps everything in memory: plain torch, with the interface that the training loop uses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FakeStore(dict[str, Any]):
 
 
 class FakeEngine:
-    """Plain torch behind the engine's face; a generation is a dictionary in `store`."""
+    """Plain torch behind the engine's interface; a generation is a dictionary in `store`."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class FakeEngine:
             registered={name: value.state_dict() for name, value in self.arguments["registered"].items()},
             scheduler=self._scheduler.state_dict(), rng=torch.get_rng_state(),
         )  # fmt: skip
-        for directory in self.arguments["tiers"].nvme:  # what tells that a store is there
+        for directory in self.arguments["tiers"].nvme:  # these files show that a store is there
             directory.mkdir(exist_ok=True)
             (directory / f"manifest-{self.step_count:012}.json").touch()
 

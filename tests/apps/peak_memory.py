@@ -1,9 +1,8 @@
 """Peak resident memory of `tierstore train`, and its bound: `python tests/apps/peak_memory.py 1.5b 320MiB 256MiB`.
 
-The model is a preset or a `config.json`.
-One process tells what imports and compiled kernels take, with the parts of libraries that a pass uses, and what a pass
-takes in plain torch on top of weights and gradients; another one what the command takes until its engine is there, and
-until its end.
+The model is a preset or a `config.json`. One process measures what imports and compiled kernels take, including the
+parts of libraries that a pass uses, and what a pass takes in plain torch on top of weights and gradients. Another
+process measures the peak of the command until its engine is made, and until its end.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _SEQUENCE = 64
 
 
 def status(field: str) -> int:
-    """A memory figure of this process in bytes: `VmRSS` of now, `RssAnon` and `RssFile` in it, `VmHWM` at its peak."""
+    """A memory figure of this process in bytes: `VmRSS` now, its parts `RssAnon` and `RssFile`, `VmHWM` at the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -29,7 +28,7 @@ def _plain(model: str, dtype: str, sequence: str) -> dict[str, int]:
     base = _imported(dtype)
     imported = base + status("RssFile")
     activations = _activations(model, dtype, int(sequence))
-    used = base + status("RssFile")  # libraries as far as they are used
+    used = base + status("RssFile")  # includes the parts of libraries that are used
     return {"imported": imported, "base": used, "activations": activations}
 
 
@@ -52,13 +51,13 @@ def _activations(name: str, dtype: str, sequence: int) -> int:
 
     prepare_heap()
     configuration = presets.prepare(assembly._configuration(TrainOptions(**_chosen(name))), dropout=0)
-    with torch.device("meta"):  # weights of any values: new ones take seconds
+    with torch.device("meta"):  # any values will do: to initialize weights takes seconds
         model = presets.build(configuration, Precision(dtype))
     model.to_empty(device="cpu").tie_weights()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.zero_()
     warm = torch.ones(256, 256, dtype=model.dtype)
-    torch.nn.functional.linear(warm, warm)  # the libraries behind it load themselves
+    torch.nn.functional.linear(warm, warm)  # loads the libraries behind it
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     tokens = torch.randint(0, 256, (1, sequence))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -114,7 +113,7 @@ def measure(
     """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one.
 
     Args:
-        run: what this file says with these arguments, as a process of its own.
+        run: runs this file with these arguments in a process of its own, and returns what it prints.
     """
     figures: dict[str, int] = {}
     asked = [model, dtype, str(_SEQUENCE)]

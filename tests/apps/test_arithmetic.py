@@ -1,4 +1,4 @@
-"""The note on a dtype that torch multiplies slowly: when it is given, and that it names the factor."""
+"""The note on a dtype that torch multiplies slowly: when it is given, and its factor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierstore.apps.options import Precision
 
 
 def clock(*products_s: float) -> Callable[[], float]:
-    """A clock on which products take so long, one after the other."""
+    """A clock on which the products take these times, one after the other."""
 
     def readings() -> Iterator[float]:
         for product_s in products_s:
@@ -27,12 +27,12 @@ IN_A_ROW = arithmetic._IN_A_ROW
 
 @pytest.fixture(autouse=True)
 def _products_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "_SIDE", 8)  # the clock tells what they take
+    monkeypatch.setattr(arithmetic, "_SIDE", 8)  # the clock decides what they take
 
 
 @pytest.mark.parametrize("dtype", [Precision.BF16, Precision.FP16])
 def test_a_slow_dtype_is_told_with_its_factor(dtype: Precision) -> None:
-    slow = [9.0] * (IN_A_ROW - 1) + [6.0]  # the shortest counts: what disturbs makes them longer
+    slow = [9.0] * (IN_A_ROW - 1) + [6.0]  # the shortest counts: disturbances only make products longer
     (note,) = slow_products_notes(dtype, "cpu", clock(*(slow + [0.5] * IN_A_ROW) * arithmetic._TIMES))
     assert f"takes 12 times as long for products in {dtype.value}" in note
     assert "--dtype fp32" in note

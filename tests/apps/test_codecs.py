@@ -97,7 +97,7 @@ def test_the_command_shows_ratios_and_on_which_disk_a_codec_pays(tmp_path: Path)
     assert result.exit_code == 0, result.output
     assert "weights bf16: zstd-bitshuffle; 1.3" in result.output
     found = json.loads((tmp_path / "out.json").read_text())["kinds"][0]
-    for one in found["codecs"]:  # as the table: on all of those cores
+    for one in found["codecs"]:  # like the table: with all of these cores
         pays = pays_below_bytes_per_s(one["ratio"], 2 * one["encode_bytes_per_s"])
         assert one["write_pays_below_bytes_per_s"] == pays
     ratios = {one["codec"]: one["ratio"] for one in found["codecs"]}

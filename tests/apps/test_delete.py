@@ -1,4 +1,4 @@
-"""`tierstore delete`: all of a store and only it; what is none, or in use, is refused and left as it is."""
+"""`tierstore delete` removes a store and nothing else; what is no store, or in use, is refused and stays as it is."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_damaged_store_goes_too(tmp_path: Path) -> None:
 
 
 class Killed(Backend):
-    """Removes so many files, and fails then."""
+    """Removes `after` files, then fails."""
 
     def __init__(self, after: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from tierstore.cli import app
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
         "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 LARGE = TINY | {"vocab_size": 4096, "n_layer": 8, "n_embd": 768, "n_head": 12}
-"""Weights of 228 MiB, and four times that with gradients and state: a copy of the weights is too much for memory."""
+"""Weights of 228 MiB, four times that with gradients and state: a copy of the weights would exceed the memory bound."""
 WAITING_S = 60  # for a process; far more than it needs
 
 
@@ -40,7 +40,7 @@ def folder(disk_path: Path) -> Iterator[Path]:
 
 
 def command(folder: Path, name: str, *options: str, steps: int = 12) -> list[str]:
-    """A run of its own name: store `name`, lines `name.jsonl`."""
+    """Arguments of a run with the store `name` and lines in `name.jsonl`."""
     return [
         "train", "--config", f"{folder}/config.json", "--data", f"{folder}/text", "--nvme", f"{folder}/{name}",
         "--json", f"{folder}/{name}.jsonl", "--gpu-memory", "400KiB", "--cpu-memory", "1400KiB", "--dtype", "fp32",
@@ -50,12 +50,12 @@ def command(folder: Path, name: str, *options: str, steps: int = 12) -> list[str
 
 
 def forked(folder: Path, name: str, *options: str, steps: int = 12) -> AbstractContextManager[BaseProcess]:
-    """What it says is in the files `output` and `errors`."""
+    """The run as a forked process, which prints to the files `output` and `errors`."""
     return commands.forked(command(folder, name, *options, steps=steps), folder / "output", folder / "errors")
 
 
 def here(folder: Path, name: str, *options: str, steps: int = 12) -> Any:
-    """The same in this process, where what is asked is not of processes: it need not import anything again."""
+    """The same run in this process, for checks that need no process of their own."""
     return CliRunner().invoke(app, command(folder, name, *options, steps=steps))
 
 
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_after_a_committed_step(folder: Path) -> None:
 def test_a_second_interrupt_says_its_sentence_and_nothing_else(folder: Path) -> None:
     with forked(folder, "run", steps=10**6) as process:
         _wait_for_line(process.pid, folder / "run.jsonl", 3)
-        # Both are there when it goes on: the second before the step's end.
+        # Both signals wait when the process continues, so the second comes before the step's end.
         for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
             os.kill(process.pid, number)
         process.join(WAITING_S)

@@ -1,4 +1,4 @@
-"""What memory torch gets, and what becomes of it: by what the system says of its pages, in a process of its own."""
+"""What memory torch gets, and where freed memory goes, by the system's figures on pages, in a process of its own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_freed_memory_is_returned_while_an_engine_is_made_and_then_kept_or_not(
 
 
 class _Engine:
-    """Holds itself, as what is in a cycle does."""
+    """An object in a reference cycle: it holds itself."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -118,7 +118,7 @@ def test_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_ask_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To meet they make tensors, and torch looks for the wish once."""
+    """Ranks make tensors when they meet, and torch reads the variable only once."""
     found: list[str | None] = []
 
     def met(*_: object) -> NoReturn:
@@ -127,7 +127,7 @@ def test_ranks_ask_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(heap, "_HUGE_PAGES", Path("/"))
     monkeypatch.setattr(crew, "joined", met)
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is as it was afterwards
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is restored afterwards
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     result = CliRunner().invoke(app, ["train", "--preset", "25m", "--steps", "1"])
     assert "that was all" in result.stderr

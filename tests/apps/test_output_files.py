@@ -1,4 +1,4 @@
-"""What a command writes at its end spoils nothing: no checkpoint, no store, nothing that it reads itself."""
+"""Files that a command writes at its end overwrite no checkpoint, no store, and nothing that it reads itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint, its pack, a store, a model's configuration, and links to the first two."""
+    """A checkpoint, its pack, a store, a model's configuration, links to the first two, and a link to itself."""
     monkeypatch.chdir(tmp_path)
     save_file({"h.0.w": torch.ones(10, 10)}, "model")
     save_file({"h.0.w": torch.ones(10, 10)}, "m.safetensors")

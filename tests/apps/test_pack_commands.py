@@ -51,7 +51,7 @@ main()
 
 
 def run(*arguments: object, code: int = 0) -> Any:
-    # More than this process has taken by now, for other tests: they are not of the budget, or give one.
+    # A budget above what other tests have left in this process; tests of the budget give one of their own.
     takes_memory = arguments[0] in ("pack", "unpack", "verify") and "--memory" not in arguments
     memory = ["--memory", "8GiB"] if takes_memory else []
     result = CliRunner().invoke(app, [str(one) for one in arguments] + memory, env={"COLUMNS": "200"})
@@ -164,7 +164,7 @@ def test_a_signal_is_one_sentence_and_leaves_nothing(
         seen.append(file.path.name)
         if once.acquire(blocking=False):
             signal.pthread_kill(threading.main_thread().ident or 0, number)
-            time.sleep(0.1)  # a write takes time: without work all may be done before the main thread looks for signals
+            time.sleep(0.1)  # as a real write takes: else all may be done before the main thread looks for signals
 
     monkeypatch.setattr(BlockFile, "write_from", interrupted)
     usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -318,7 +318,7 @@ def test_a_path_that_the_system_refuses_is_one_sentence(command: str, tmp_path: 
 
 
 def test_a_pack_of_many_tensors_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By counting what is asked of names: time tells of the machine, too."""
+    """Counts how often the tensors are computed: a time would depend on the machine, too."""
     write_safetensors(tmp_path / "a", {f"h.{i // 20}.{i % 20}": ("U8", (3,), bytes(3)) for i in range(400)})
     run("pack", tmp_path / "a", tmp_path / "p.safetensors", "--memory", "1TiB")
     asked = 0

@@ -160,7 +160,7 @@ def test_sizes_of_the_machine_that_was_measured(tmp_path: Path) -> None:
 
 
 def timed_layers(seconds: float = 1.0) -> tuple[TimedLayer, ...]:
-    """As long for each layer and pass, whatever its size."""
+    """Each layer and pass takes `seconds`, whatever its size."""
     kinds = itertools.product(LayerKind, ("bf16", "fp32"), (1.0, 2.0))
     return tuple(TimedLayer(*of, LayerWork(n, 1.0, 1.0, 1.0), n * seconds, n * seconds) for *of, n in kinds)
 
@@ -177,7 +177,7 @@ def test_what_was_not_measured_is_no_named_machine(tmp_path: Path) -> None:
         assert not any("links between" in note for note in found.notes)
         more = next(change for change in found.changes if change.text.startswith("one more disk"))
         assert more.text == f"one more disk ({disks + 1} a node)"
-        assert more.gain == pytest.approx((disks + 1) / disks, rel=1e-3)  # it waits for them
+        assert more.gain == pytest.approx((disks + 1) / disks, rel=1e-3)  # the step waits for the disks
     several = plan(PlanOptions(params="7e9", bandwidth=path, gpus=2))
     assert any("have no links between GPUs or nodes" in note for note in several.notes)
     assert not any("nodes" in change.text for change in several.changes)
@@ -192,7 +192,7 @@ def test_products_of_fp32_are_slower_where_those_of_16_bits_are_known(tmp_path: 
     assert ["TF32" in " ".join(found) for found in notes] == [False, True]
     assert situation_of(PlanOptions(params="7e9", dtype=Precision.FP32, flops=1e14)).node.flop_per_s == 1e14
     path = tmp_path / "rates.json"
-    for layers, share in ((timed_layers(), 1.0), ((), 0.5)):  # a CPU multiplies fp32 when it is measured
+    for layers, share in ((timed_layers(), 1.0), ((), 0.5)):  # the rate of a CPU is measured in fp32
         table = replace(NODES["laptop"].rates, layers=layers, matmul_flop_per_s=3e10)
         path.write_text(json.dumps(table.to_json()))
         node = situation_of(PlanOptions(params="7e9", bandwidth=path, dtype=Precision.FP32)).node
@@ -209,7 +209,7 @@ def test_weights_hide_behind_layers_as_they_were_timed(tmp_path: Path) -> None:
     needed = 64 * taken_s / (0.001 * 13)  # twelve blocks and a head for 64 tokens
     assert needed == pytest.approx(153, abs=1)
     assert f"behind computing from {needed:,.0f} tokens" in told
-    for nodes, zero, share in ((1, 3, 1), (2, 3, 1), (2, 0, 2)):  # nodes that share nothing out stream all of it each
+    for nodes, zero, share in ((1, 3, 1), (2, 3, 1), (2, 0, 2)):  # with ZeRO 0 each node streams all weights
         more = plan(replace(asked, nodes=nodes, batch=nodes, zero=zero, accumulate=4))
         assert any(f"behind computing from {share * needed:,.0f} tokens" in one for one in sentences(more))
     with pytest.raises(ConfigError, match="--flops is that of a GPU, and these rates are of a machine without: give"):
@@ -255,7 +255,7 @@ def test_what_is_said_to_fit_fits_and_less_does_not(asked: PlanOptions) -> None:
             assert not plan(replace(asked, **sizes | {name: int(0.98 * size)})).options[-1].fits, name
     told = " ".join(sentences(found))
     assert f"cheapest change that makes it fit: {found.changes[0].text}: " in told
-    if asked.nvme_capacity == 0:  # in memory, or with disks
+    if asked.nvme_capacity == 0:  # everything in memory, or with disks
         assert [text.partition(" ")[0] for text in changes] == ["--cpu-memory", "--nvme-capacity"]
 
 
@@ -358,11 +358,11 @@ def test_every_strategy_commits_where_there_are_disks() -> None:
     on_cpu, split = found.options[1], found.options[-1]
     more = {
         kind: sum(split.bytes.get((kind, tier), 0) - on_cpu.bytes.get((kind, tier), 0) for tier in Tier)
-        for kind in (Kind.WEIGHTS, Kind.STATE)  # of gradients more are under way where a GPU has room to spare
+        for kind in (Kind.WEIGHTS, Kind.STATE)  # not gradients: more of them are in transit where a GPU has spare room
     }
     assert more[Kind.STATE] == 0 < more[Kind.WEIGHTS] <= 32 * 2**20  # one chunk
-    assert split.bytes[Kind.STATE, Tier.GPU] > split.bytes[Kind.STATE, Tier.CPU] > 0  # what fits there is there
-    # 12 B of each parameter at 8 x 3.8 GB/s: longer than all else.
+    assert split.bytes[Kind.STATE, Tier.GPU] > split.bytes[Kind.STATE, Tier.CPU] > 0  # what fits the GPU is there
+    # The commit bounds: 12 B per parameter at 8 x 3.8 GB/s.
     assert split.step_s == pytest.approx(on_cpu.step_s)
     assert split.step_s == pytest.approx(7e9 * 12 / (8 * 3.8e9), rel=1e-3)
     assert "for a commit every step" in found.notes[0]

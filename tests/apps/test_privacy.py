@@ -1,6 +1,6 @@
-"""Nothing of the tensors or of the data stands in what a run prints or writes beside its store; that is for its owner.
+"""What a run prints, or writes outside its store, shows nothing of tensors or data; only the owner can read the store.
 
-Not here: what is written on purpose: exported weights, and the losses of `--json`.
+Not here: what a run writes on purpose: exported weights, and the losses of `--json`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def damage(directory: Path) -> None:
 
 
 def engine(store: Path, **options: Any) -> Engine:
-    """A model all whose weights are the mark."""
+    """An engine whose model has the value `MARK` in all weights."""
     model = tiny(blocks=1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,7 +61,7 @@ def engine(store: Path, **options: Any) -> Engine:
 
 
 def errors(store: Path) -> Iterator[BaseException]:
-    """What a user of the engine may see."""
+    """Errors that a user of the engine may see."""
     with engine(store) as running:
         running.backward(next_token_loss(running, torch.randint(0, 8, (2, 8))))
         running.step()

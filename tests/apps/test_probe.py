@@ -1,4 +1,4 @@
-"""`tierstore probe`: a run in small, its table, file and plot, and what cannot be asked."""
+"""`tierstore probe`: a small run, its table, file and plot, and what cannot be asked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TABLE = BandwidthTable(1.10e9, 1.38e9, 1.22e9, 25e9, 24e9, 10e9, 1.3e9)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything once and in small."""
+    """Everything small, and measured as briefly as possible."""
     from tierstore.measure import machine
 
     effort = replace(survey.QUICK, size_bytes=32 * MIB, blocks=(2**19, 2**20), threads=(1, 2), grid_rounds=1, rounds=2)

@@ -1,4 +1,4 @@
-"""What a terminal shows of work that takes long, and nothing else does."""
+"""The progress of long work is shown on a terminal, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick start's own part: what it makes of its arguments. Its environment is a stand-in that writes them down."""
+"""The quick start script: which arguments it passes on. Its Python is a stand-in that writes them down."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ fi
 
 @pytest.fixture
 def quickstart(tmp_path: Path) -> Quickstart:
-    """Runs the script; gives its result and the arguments of `train`."""
+    """A function that runs the script; it returns the result and the arguments of `train`."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(PYTHON)

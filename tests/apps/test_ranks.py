@@ -1,7 +1,7 @@
-"""`tierstore train` under torchrun, as a person has it: several ranks, killed, interrupted, resumed on other ranks.
+"""`tierstore train` under torchrun, as a person runs it: killed, interrupted, resumed with another number of ranks.
 
-Most ranks are forks, which need not import anything: of torchrun's agent, or with its variables where nobody kills
-them.
+Most ranks are forks, which need not import anything: forks of torchrun's agent, or, where no rank is killed, forks
+that have torchrun's variables.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def own_threads() -> Iterator[None]:
 
 
 def arguments(folder: Path, name: str, *options: str, steps: int = STEPS) -> list[str]:
-    """A run of its own name: store `name`, lines `name.jsonl`."""
+    """Arguments of a run with the store `name` and lines in `name.jsonl`."""
     return [
         "train", "--config", f"{folder}/config.json", "--data", f"{folder}/text", "--nvme", f"{folder}/{name}",
         "--json", f"{folder}/{name}.jsonl", "--gpu-memory", "4MiB", "--cpu-memory", "8MiB", "--dtype", "fp32",
@@ -70,9 +70,9 @@ def arguments(folder: Path, name: str, *options: str, steps: int = STEPS) -> lis
 
 
 def together(given: list[str], folder: Path) -> tuple[list[int | None], str]:
-    """Two ranks that nobody kills, started at once; the exit code of each, and what the first one says.
+    """Runs two ranks, neither of which is killed; returns the exit code of each, and what the first one says.
 
-    The second one is a fork, the first one a whole interpreter, which ends by itself.
+    The second rank is a fork, the first one a whole interpreter, which ends by itself.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}",
@@ -96,7 +96,7 @@ def alone(given: list[str]) -> str:
 
 
 def losses(folder: Path, name: str) -> dict[int, float]:
-    """By step; one that is there twice is so with the same loss."""
+    """Losses by step; checks that a step with two lines has the same loss in both."""
     found: dict[int, float] = {}
     for line in (folder / f"{name}.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -105,7 +105,7 @@ def losses(folder: Path, name: str) -> dict[int, float]:
 
 
 def wait_for(run: BaseProcess, folder: Path, name: str, words: str) -> None:
-    """Until a file in the folder says so."""
+    """Waits until a file in the folder contains `words`."""
     end_s = time.monotonic() + WAITING_S
     while not ((folder / name).exists() and words in (folder / name).read_text()):
         run.join(0.01)
@@ -140,7 +140,7 @@ def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_th
         run.join(WAITING_S)
         assert run.exitcode
     errors = (folder / "errors").read_text()
-    assert f'File "{Path(tierstore.__file__).parent}' not in errors  # tracebacks are those of the agent
+    assert f'File "{Path(tierstore.__file__).parent}' not in errors  # only the agent prints tracebacks
     lost, *said = re.findall(r"^tierstore: (.*)$", errors, re.MULTILINE)
     assert re.match("rank 0 of 2 waited for .*, and rank 1 does not answer: it has died or is stuck", lost)
     (last,) = [int(number) for number in re.findall("stopped by SIGINT after step ([0-9]+)", " ".join(said))]
@@ -173,7 +173,7 @@ def test_a_failure_is_said_once(function: Any, sentences: list[str]) -> None:
 def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(folder: Path) -> None:
     calls = [call(str(folder), "whole", 5), call(str(folder), "parts", 5, stop_at=3), call(str(folder), "parts", 5)]
     whole, stopped, resumed = run_in_turn(2, trained, calls)
-    assert whole[0]["draw"] != whole[1]["draw"]  # other dropout at every rank
+    assert whole[0]["draw"] != whole[1]["draw"]  # each rank has dropout of its own
     assert [(rank["stopped_by"], rank["last"]) for rank in stopped] == [(signal.SIGINT, 3)] * 2
     assert resumed[0]["losses"] == whole[0]["losses"]
     assert [rank["draw"] for rank in resumed] == [rank["draw"] for rank in whole]

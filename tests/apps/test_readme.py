@@ -1,4 +1,4 @@
-"""The README's snippets run as they stand, but for their directories, device and length."""
+"""The README's snippets run as they stand, except for their directories, device and length."""
 
 from __future__ import annotations
 

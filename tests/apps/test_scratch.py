@@ -1,4 +1,4 @@
-"""A run's own directory goes with it, or when the next run begins; a person's and another run's stay."""
+"""A run's own directory is removed with it, or when the next run begins; those of a person or another run stay."""
 
 from __future__ import annotations
 

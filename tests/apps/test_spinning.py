@@ -1,4 +1,4 @@
-"""Threads without work sleep soon: what OpenMP itself says of it when it is loaded."""
+"""Threads without work sleep soon, by the settings that OpenMP itself prints when it is loaded."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def run(*arguments: str, **wishes: str) -> subprocess.CompletedProcess[str]:
 
 
 def spins(program: str, *arguments: str, **wishes: str) -> set[str]:
-    """What OpenMP says of its spinning when the program loads it."""
+    """The spin counts that OpenMP prints when the program loads it."""
     told = run("-c", program, *arguments, **wishes).stderr
     return {line.split("=")[1].strip(" '") for line in told.splitlines() if "GOMP_SPINCOUNT" in line}
 
 
 @pytest.fixture(scope="module")
 def openmp() -> str:
-    """GNU's, that comes with torch."""
+    """Path of GNU's OpenMP, which comes with torch."""
     found = find_spec("torch")
     assert found is not None
     libraries = list(Path(str(found.origin)).parent.glob("lib/libgomp*"))

@@ -35,7 +35,7 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 def store(directories: list[Path], codec: Codec) -> None:
-    """One of two committed steps."""
+    """Makes a store with two committed steps."""
     tiers = TierConfig(gpu_memory="4MiB", cpu_memory="3MiB", nvme=directories, codec=codec, chunk_bytes="64KiB")
     with Engine(tiny(blocks=1), tiers) as engine:
         for batch in tokens(2):
@@ -85,7 +85,7 @@ def test_the_last_generation_is_shown_and_verified(
     assert bad.tensors
     assert set(bad.tensors) <= {name for group in generation.layout["groups"] for name, _ in group["parameters"]}
 
-    data[4095] ^= 1  # of the header: its last byte, or one before
+    data[4095] ^= 1  # a byte of the header, the last one if it is one page
     bad.path.write_bytes(data)
     result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")])
     damages = json.loads((tmp_path / "j").read_text())["damages"]
@@ -114,7 +114,7 @@ def test_the_last_generation_is_shown_and_verified(
 def test_a_generation_that_is_overwritten_meanwhile_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, int]], exit_code: int, said: str
 ) -> None:
-    """`seen`: how much of a generation is damaged, and its number; the last one of this store is 2."""
+    """`seen`: damages and generation number, verification by verification; the store's last generation is 2."""
     store([tmp_path], Codec.NONE)
     damage = verify.Damage(tmp_path, 0, 1, "h", ("w",), "damaged")
     found = iter([(verify.Verdict("store", 1, 1, 1.0, (damage,) * count), number) for count, number in seen])
@@ -124,7 +124,7 @@ def test_a_generation_that_is_overwritten_meanwhile_is_not_damaged(
 
 
 async def put(tmp_path: Path, **options: Any) -> None:
-    """Three entries, one on each tier; the first one spans chunks."""
+    """Puts an entry on each tier, the first of which spans chunks, and an empty one."""
     async with tensor_stores.opened(tmp_path, **options) as store:
         for number, tier in enumerate(tensor_stores.TIERS):
             size = {"elements": tensor_stores.CHUNK} if number == 0 else {}
@@ -137,7 +137,7 @@ def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: 
     directories = [tmp_path / "store", tmp_path / "second"]
     tensor_stores.run(put(tmp_path, nvme=directories, codec=codec))
     run, paths = CliRunner(), [str(path) for path in directories]
-    verify = ["verify", "--memory", "1TiB"]  # this process counts, which may have run other tests
+    verify = ["verify", "--memory", "1TiB"]  # it counts the whole process, which other tests have filled
     result = run.invoke(app, [*verify, *paths])
     assert (result.exit_code, "all as written" in result.output) == (0, True), result.output
     result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env=WIDE)

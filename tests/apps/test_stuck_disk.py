@@ -1,4 +1,4 @@
-"""A disk that does not answer, under pack, unpack and verify: told in time, and nothing is half there."""
+"""pack, unpack and verify on a disk that does not answer: an error in time, and nothing half-written is visible."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WORK: dict[str, Callable[[Path, Path], None]] = {"pack": pack, "unpack": unpack,
 
 
 def done_with(command: str, given: Path, folder: Path, disk: FaultyBackend) -> set[str]:
-    """What is there when it is done; deadlines pass only where the disk hangs."""
+    """Runs the command; returns the names that `folder` then holds. Deadlines pass only while the disk hangs."""
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "Backend", lambda: disk)
@@ -77,7 +77,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(given: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], list[str]]]:
-    """What each command leaves, and its calls."""
+    """By command: the names that it leaves, and its calls to the backend."""
     disks, folder = {command: FaultyBackend() for command in WORK}, tmp_path_factory.mktemp("undisturbed")
     return {command: (done_with(command, given, folder / command, disk), disk.calls) for command, disk in disks.items()}
 

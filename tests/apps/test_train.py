@@ -48,7 +48,7 @@ def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """A test that breaks the handlers of signals does not break the others."""
+    """Fails a test that leaves other signal handlers than it found."""
     nohup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in STOPS}
     yield
@@ -73,7 +73,7 @@ def options(tmp_path: Path) -> Callable[..., TrainOptions]:
 
 
 def run(options: TrainOptions, store: FakeStore | None = None, **fake: Any) -> tuple[Any, FakeEngine, str]:
-    """Outcome, engine and output of one run with the fake engine; to leave at once raises `Killed`."""
+    """Outcome, engine and output of one run with the fake engine; leaving at once raises `Killed`."""
     engines: list[FakeEngine] = []
 
     def make_engine(**arguments: Any) -> FakeEngine:
@@ -321,10 +321,10 @@ sys.exit(128 + stop.signal_number)
 def test_what_is_said_to_a_terminal_that_has_gone_is_no_error() -> None:
     ours, theirs = os.openpty()
     command, on_it = [sys.executable, "-c", ON_A_TERMINAL], dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    with subprocess.Popen(command, **on_it, start_new_session=True) as process:  # which no other hang-up reaches
+    with subprocess.Popen(command, **on_it, start_new_session=True) as process:  # so no other hang-up reaches it
         os.close(theirs)
         said = b""
-        while not said.endswith(b"\n"):  # a terminal that goes before the end of the line is an error of `print`
+        while not said.endswith(b"\n"):  # `print` fails if the terminal goes before the end of the line
             said += os.read(ours, 100)
         assert said.startswith(b"ready")
         os.close(ours)
@@ -337,7 +337,7 @@ def test_a_second_interrupt_acts_at_once(
 ) -> None:
     def interrupt(step: int) -> None:
         if step == 2:
-            # Not by os.kill: two signals before Python looks are one.
+            # Not by os.kill: two signals that arrive before Python checks count as one.
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
@@ -387,7 +387,7 @@ def test_a_resumed_run_keeps_its_recipe_and_says_so(options: Callable[..., Train
     store = FakeStore()
     run(options(steps=2, warmup=4), store)
     chosen = options(resume=Resume.AUTO, lr=0.5, weight_decay=0.3, warmup=0)
-    for _ in range(2):  # the second time, too, the store knows what it was made with
+    for _ in range(2):  # also the second time the store knows what it was made with
         _, engine, output = run(chosen, store)
         assert "note: the store keeps the --lr 0.01 that it was made with; 0.5 is not used\n" in output
         assert "note: the store keeps the --weight-decay 0.1 that it was made with; 0.3 is not used\n" in output
@@ -583,7 +583,7 @@ def test_an_export_that_fails_says_what_is_left(
         raise error("no room")
 
     monkeypatch.setattr(FakeEngine, "export", fail)
-    if nvme or error is DoneButFor:  # nothing is lost: nobody waits
+    if nvme or error is DoneButFor:  # nothing is lost, so nothing waits
         monkeypatch.setattr("time.sleep", pytest.fail)
     else:
         monkeypatch.setattr("tierstore.apps.train._TRIES_FOR_S", 0.0)

@@ -279,7 +279,7 @@ def test_one_budget_for_both_tiers_stays_one() -> None:
 def test_steps_beside_an_update_are_those_that_will_be(
     update: UpdateSchedule, disk_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that guesses in whole steps does so in a trial, also if a real run's first steps would be clipped."""
+    """An engine that speculates in whole steps does so in a trial, even if a real run's first steps were clipped."""
     (disk_path / "config.json").write_text(json.dumps(TINY))
     train = TrainOptions(
         config=disk_path / "config.json", nvme=(disk_path / "store",), batch=2, sequence=32, clip=1e-6,

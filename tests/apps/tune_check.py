@@ -1,4 +1,4 @@
-"""`tune --measure` on the 124M preset at several budgets, with rates measured in the same run: predicted and real.
+"""`tune --measure` on the 124M preset at several budgets, with rates of the same run: predictions and measurements.
 
 python tests/apps/tune_check.py DIR 512MiB 800MiB 1500MiB 4GiB [--rounds 3] [--steps 3]
 

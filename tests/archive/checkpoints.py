@@ -26,7 +26,7 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> tuple[st
 
 
 def write_safetensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Path:
-    """Any dtype, also those of which the library knows nothing; the header at an odd length, as others write it."""
+    """Writes any dtype, also those that the library does not know; the header is not padded, as in files of others."""
     entries = back_to_back([TensorSpec(name, dtype, shape) for name, (dtype, shape, _) in tensors.items()])
     body = {
         entry.name: {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
@@ -48,7 +48,7 @@ def read_safetensors(*paths: Path) -> Tensors:
 
 
 def every_dtype() -> Tensors:
-    """A tensor of each dtype of safetensors, an empty one and one without dimensions of each that may have them."""
+    """Of each dtype of safetensors a random tensor, zeros and an empty tensor; of whole bytes also a scalar."""
     tensors: Tensors = {}
     for seed, dtype in enumerate(DTYPE_BITS):
         tensors[f"h.{seed}.{dtype}"] = random_tensor(dtype, (3, 8 + seed, 4), seed)
@@ -62,7 +62,7 @@ def every_dtype() -> Tensors:
 def packed(
     source: Path, *destinations: Path, codec: Codec = Codec.NONE, chunk_bytes: int = 16384, **options: object
 ) -> Packed:
-    """In small chunks."""
+    """Packs in small chunks."""
     checkpoint = open_source(source)
     codecs = {tensor.spec.dtype: codec for tensor in checkpoint.tensors.values()}
     return pack(checkpoint, PackOptions(destinations, chunk_bytes=chunk_bytes, **options), codecs)  # type: ignore[arg-type]

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Packs against fio and safetensors, in interleaved rounds on one file system, cold; medians and peak memory.
+"""Speed of packs against fio and safetensors, cold, in interleaved rounds on one file system; medians, peak memory.
 
     python tests/archive/pack_speed.py DIR [--size 4GiB] [--rounds 5] [--memory 1GiB]
 
-Scope: pack -> memory, verify, checkpoint -> pack. Each of ours and of theirs runs in a process of its own, after the
-file left the page cache. `load_file` maps the file: its tensors are touched once, page by page, as a model would.
-A virtual machine may have given free memory back to its host, and gets it again at a third of a GB/s (measured): each
-process therefore touches as much memory as the file has, and frees it, before the clock starts.
-fio uses its buffers again, where a load needs new memory, which the kernel zeroes first: plain reads into new memory
-are measured too. Packing reads and writes one disk at once, so fio reads and writes at once too; its slower side alone
-is told as well.
+Scope: pack -> memory, verify, checkpoint -> pack. Each task, ours or theirs, runs in a process of its own, after the
+file was dropped from the page cache. `load_file` maps the file: its tensors are touched once, page by page, as a model
+would. A virtual machine may have given free memory back to its host, and gets it again at a third of a GB/s (measured):
+each process therefore touches as much memory as the file has, and frees it, before the clock starts.
+fio reuses its buffers, but a load needs new memory, which the kernel zeroes first: so plain reads into new memory are
+measured, too. Packing reads and writes one disk at once, so fio does the same; the ratio to the slower of fio's reads
+and writes alone is printed as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SECONDS = 3.0
 
 
 def forget(path: Path) -> None:
-    """The file leaves the page cache."""
+    """Drops the file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -46,13 +46,13 @@ def forget(path: Path) -> None:
 
 
 def ours(task: str, *paths: str, memory: str) -> dict[str, Any]:
-    """One task in a new process: seconds without imports, and peak memory of the process."""
+    """Runs one task in a new process: seconds without imports, and peak memory of the process."""
     command = [sys.executable, __file__, "--task", task, "--memory", memory, *paths]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def warm_memory(nbytes: int) -> None:
-    """Memory that this process gets next is there already; its peak is counted from now on."""
+    """Makes the memory ready that this process gets next; resets the peak of the process."""
     with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
         room.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, nbytes, 4096):
@@ -61,14 +61,14 @@ def warm_memory(nbytes: int) -> None:
 
 
 def run_task(task: str, paths: list[str], memory_bytes: int) -> None:
-    """In the new process."""
+    """Runs the task in the new process, and prints its figures."""
     tasks = {"load": _load, "load_file": _load_file, "new": _read_new, "verify": _verify, "pack": _pack}
     work = tasks[task](paths, memory_bytes)
     warm_memory(Path(paths[0]).stat().st_size * 5 // 4)
     start = time.perf_counter()
     kept = work()
     seconds = time.perf_counter() - start
-    del kept  # what was loaded goes after the clock stopped
+    del kept  # frees what was loaded after the clock stopped
     peak_bytes = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     sys.stdout.write(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes}))
 
@@ -80,7 +80,7 @@ def _load(paths: list[str], memory_bytes: int) -> Any:
 
 
 def _read_new(paths: list[str], memory_bytes: int) -> Any:
-    """Direct reads by as many threads as ours, into memory that is new, nothing else."""
+    """Nothing but direct reads into new memory, by as many threads as ours."""
     from concurrent.futures import ThreadPoolExecutor
 
     from tierstore.archive.flow import THREADS
@@ -131,7 +131,7 @@ def _pack(paths: list[str], memory_bytes: int) -> Any:
 
 
 async def fio(program: str, path: Path, *verbs: Literal["read", "write"], shape: Shape) -> list[float]:
-    """Rates of several at once; what is written is a file of its own."""
+    """Rates of several fio runs at once; a write goes to a file of its own."""
     runs = []
     for verb in verbs:
         target = path if verb == "read" else path.with_suffix(".fio")
@@ -140,7 +140,7 @@ async def fio(program: str, path: Path, *verbs: Literal["read", "write"], shape:
 
 
 def make_checkpoint(path: Path, size_bytes: int) -> None:
-    """BF16 blocks of a Llama of 4096 wide; random bits."""
+    """F16 blocks of a Llama of width 4096; random bits."""
     from safetensors.numpy import save_file
 
     generator, tensors, left, block = np.random.default_rng(0), {}, size_bytes, 0
@@ -157,7 +157,7 @@ def make_checkpoint(path: Path, size_bytes: int) -> None:
 
 
 def measure(folder: Path, size_bytes: int, rounds: int, memory: str) -> None:
-    """All rounds, and the table."""
+    """Runs all rounds, and prints the table."""
     checkpoint, packed = folder / "checkpoint.safetensors", folder / "pack.safetensors"
     make_checkpoint(checkpoint, size_bytes)
     size = checkpoint.stat().st_size
@@ -173,7 +173,7 @@ def measure(folder: Path, size_bytes: int, rounds: int, memory: str) -> None:
             rates[name].append(size / result["seconds"])
             peaks[name] = max(peaks[name], result["peak_bytes"])
 
-        packed.unlink(missing_ok=True)  # to free the blocks of an old one takes a third of a second per GiB here
+        packed.unlink(missing_ok=True)  # to free the blocks of an old pack takes a third of a second per GiB
         os.sync()
         timed("pack", "pack", checkpoint, packed)
         for name, verbs in (("write", ["write"]), ("read", ["read"]), ("both", ["read", "write"])):

@@ -1,4 +1,4 @@
-"""Jobs through a few threads: what is under way ends before they do."""
+"""Jobs through a few threads: jobs in flight end before the threads do."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.mark.parametrize("count", [2, 9], ids=["all begun", "some wait for memory"])
 def test_however_often_it_is_cancelled_the_jobs_under_way_end_first(count: int, runtime: Runtime) -> None:
-    """Ctrl-C does it twice: who waits is gone, and then the runtime closes."""
+    """Ctrl-C cancels twice: the caller stops waiting, and then the runtime closes."""
     begun, goes_on, ended = threading.Semaphore(0), threading.Event(), list[int]()
 
     def work(item: int, buffer: Bytes) -> None:
         begun.release()
         assert goes_on.wait(30)
-        buffer[:] = item  # the arena is there
+        buffer[:] = item  # the arena must still be there
         ended.append(item)
 
     async def cancelled_twice() -> None:

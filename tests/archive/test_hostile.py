@@ -1,4 +1,4 @@
-"""Crafted checkpoints and packs: each is refused, and none ends the process, runs code or makes what it claims."""
+"""Crafted checkpoints and packs: each is refused, and none ends the process, runs code or allocates what it claims."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEEP_KEY = b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."
 
 
 def torch_file(path: Path, **records: bytes) -> Path:
-    """A good one with other records."""
+    """A good file of torch, in which some records are replaced or added."""
     file = io.BytesIO()
     torch.save({"a": torch.arange(6.0)}, file)
     with zipfile.ZipFile(file) as good, zipfile.ZipFile(path, "w") as bad:
@@ -125,7 +125,7 @@ def test_an_index_leads_nowhere_else(name: str, tmp_path: Path) -> None:
 
 
 def test_an_index_does_not_say_what_is_removed(tmp_path: Path) -> None:
-    """Who replaces a checkpoint removes its weights, not whatever else its index names."""
+    """Replacing a checkpoint removes its weights, and nothing else that its index names."""
     for name in ("thesis.txt", "old.safetensors"):
         (tmp_path / name).touch()
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "thesis.txt", "b": "old.safetensors"}}))
@@ -150,7 +150,7 @@ def test_a_pack_cut_at_every_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", ["names", "order"])
 def test_files_that_are_good_alone_and_not_together(kept: str, tmp_path: Path) -> None:
-    """The second file of a pack says of itself what the first one does: its bytes would be written over the other's."""
+    """The second file of a pack claims names or places of the first one: its bytes would overwrite the other's."""
     write_safetensors(tmp_path / "a", {"w": random_tensor("F16", (5,)), "v": random_tensor("F16", (50000,))})
     packed(tmp_path / "a", tmp_path / "x", tmp_path / "y", memory_bytes=MEMORY)
     one, other = open_archive([tmp_path / "x", tmp_path / "y"])
@@ -190,7 +190,7 @@ def test_shapes_that_torch_cannot_make(
 
 
 def test_minus_zero_is_no_number_of_bytes(tmp_path: Path) -> None:
-    """The library refuses it, so nobody else could read the file."""
+    """The safetensors library refuses -0, so nobody else could read the file."""
     text = b'{"w":{"dtype":"F32","shape":[-0,3],"data_offsets":[0,0]}}'
     (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(FormatError, match="-0 is not an integer"):
@@ -211,7 +211,7 @@ def test_what_is_written_beside_a_pack_follows_no_link(target: str, tmp_path: Pa
 
 
 def test_chunks_that_claim_more_than_they_give(tmp_path: Path) -> None:
-    """A chunk of 4096 B that is said to hold 32 MiB takes no more than that, and is refused."""
+    """A group whose table claims 2 TiB in two small chunks is refused when the pack is opened."""
     from tierstore.config import Codec
 
     write_safetensors(tmp_path / "a", {"w": ("F16", (9000,), bytes(18000))})
@@ -248,7 +248,7 @@ UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "
 
 
 def test_no_pickle_anywhere() -> None:
-    """Nothing is unpickled that names what it likes: torch by its own rules, and one unpickler of plain records."""
+    """No pickle may name what it likes: torch loads weights only, and one unpickler takes plain records only."""
     used: dict[str, set[str]] = {}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):

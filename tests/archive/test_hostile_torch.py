@@ -1,4 +1,4 @@
-"""Files of torch and distributed checkpoints that are small, and take more than they are if they are believed."""
+"""Small files of torch and distributed checkpoints that would take far more than their size if they were believed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"),  # by torch
 ]
-SPARSE_BYTES = 2**38  # of holes: more than most machines have
+SPARSE_BYTES = 2**38  # a file of holes, larger than the memory of most machines
 
 
 def lists_of_nothing() -> bytes:
@@ -41,7 +41,7 @@ def lists_of_nothing() -> bytes:
 
 
 def long_names() -> bytes:
-    """A dictionary in a dictionary in ...: the innermost name is a hundred times the key that they share."""
+    """A dictionary in a dictionary in ...: the innermost name is 90 times as long as the key that they share."""
     key = "k" * 300_000
     value: Any = 1
     for _ in range(90):
@@ -65,7 +65,7 @@ def test_views_of_one_element_are_not_more_pieces_than_the_file_explains(tmp_pat
 
 
 def test_records_that_are_the_same_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory of a zip archive may name one large pickle a thousand times: none is looked at."""
+    """The directory of a zip archive may name one large pickle a thousand times: no pickle is read."""
     path = torch_file(tmp_path / "a.pt")
     whole = path.read_bytes()
     end = whole.rindex(b"PK\5\6")
@@ -145,7 +145,7 @@ def saved(folder: Path, tensor: torch.Tensor | None = None) -> metadata.Metadata
 
 
 def changed(folder: Path, change: Callable[[Any, Any], None]) -> None:
-    """Of the metadata and what it says of `w`."""
+    """Saves a checkpoint, and changes its metadata and the entry of `w` in it."""
     found = saved(folder)
     change(found, found.state_dict_metadata["w"])
     (folder / ".metadata").write_bytes(pickle.dumps(found))
@@ -189,7 +189,7 @@ def test_fields_of_another_kind_are_refused(change: Callable[[Any, Any], None], 
     ],
 )
 def test_what_a_pickle_names_stays_as_it_is(module: str, name: str, attribute: str, of: Any, tmp_path: Path) -> None:
-    """Unpickling may set attributes: of a class, that would last as long as the process."""
+    """Unpickling may set attributes; those of a class would stay as long as the process runs."""
     before = getattr(of, attribute, None)
     saved(tmp_path)
     text = attribute.encode()

@@ -1,4 +1,4 @@
-"""A pack that is killed, or that fails, at any call of the system leaves nothing that looks like one."""
+"""Packing that is killed, or that fails, at any system call leaves nothing that looks like a pack but is none."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MEMORY = 2**40
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """The process was killed."""
 
 
 class KillingBackend(FaultyBackend):
-    """Ends the process at call `at`: neither that one nor any after it is done, but descriptors close."""
+    """Kills the process at call `at`: neither that call nor a later one is done, except that descriptors close."""
 
     def _due(self, kind: str) -> Fault | None:
         with self._fault_lock:
@@ -70,13 +70,13 @@ def test_killed_at_any_call(tmp_path: Path, shape: str) -> None:
     for at in range(count):
         folder = tmp_path / str(at)
         folder.mkdir()
-        with contextlib.suppress(Killed):  # of the last calls only closing is left
+        with contextlib.suppress(Killed):  # nothing raises where only closing is left
             run(source, places(folder), KillingBackend(at=at), **options)
         try:
             files = open_archive(places(folder))
         except TierstoreError:
             run(source, places(folder), FaultyBackend(), **options)
-        else:  # it was there already: only its directory was not known to be durable, or the old one not cleared
+        else:  # it was published: only its directory was not known to be durable, or the clean-up was missing
             assert not verify(files, MEMORY)
             finished += 1
             with pytest.raises(ConfigError, match="is there already"):
@@ -199,7 +199,7 @@ def test_an_unpacking_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_another_has_made_meanwhile_is_not_replaced_unasked(tmp_path: Path) -> None:
-    """Its name was free when the first began, and it had other shards."""
+    """The name was free when the first pack began; the other one has another number of shards."""
     old = small_checkpoint(tmp_path / "a", blocks=1)
     small_checkpoint(tmp_path / "b", blocks=2)
 
@@ -264,7 +264,7 @@ def test_another_pack_that_runs_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [None, EIO], ids=["published", "failed after its rename"])
 def test_a_writer_that_ends_leaves_alone_what_the_next_one_has_begun(fault: Fault | None, tmp_path: Path) -> None:
-    """Its file has another name by then, or is gone, and the next one's has the one that it had."""
+    """By then its own file is renamed or removed, and the next writer's file has the name that it had."""
     partial = tmp_path / f"{SINGLE}.partial"
     with Publication(tmp_path / SINGLE, 1, Backend(), overwrite=True) as second:
         with Publication(tmp_path / SINGLE, 1, FaultyBackend(fault, kinds=("fsync",)), overwrite=True) as first:

@@ -24,7 +24,7 @@ from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 CODECS = [codec for codec in Codec if codec is not Codec.AUTO]
-MEMORY = 2**40  # of the whole process: tests of other things have filled it with more than a pack takes
+MEMORY = 2**40  # counts the whole process, which other tests have filled with more than a pack takes
 
 
 def unpacked(destination: Path, *packs: Path, **options: Any) -> Any:
@@ -148,7 +148,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def foreign(folder: Path, blocks: int = 4) -> dict[str, bytes]:
-    """A sharded checkpoint as Hugging Face names it, of somebody else."""
+    """Makes a sharded checkpoint of somebody else, with Hugging Face's file names; returns its files."""
     small_checkpoint(folder.with_name("of " + folder.name), blocks=blocks)
     packed(folder.with_name("of " + folder.name), folder.with_name(folder.name + ".safetensors"), memory_bytes=MEMORY)
     unpacked(folder, folder.with_name(folder.name + ".safetensors"), shard_bytes=100000)

@@ -1,4 +1,4 @@
-"""A look at a pickle before it is loaded: what is too deep or claims too much is refused, good ones never are, soon."""
+"""A check of pickles before they are loaded: it is fast, and refuses those too deep or too large, but no good one."""
 
 from __future__ import annotations
 

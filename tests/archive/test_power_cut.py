@@ -1,4 +1,4 @@
-"""A power cut at any call of a pack or an unpack: what has its own name is whole, and what was told is there."""
+"""A power cut at any call of a pack or an unpack: a file under its own name is whole; what was reported is there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Write = Callable[[Path, Backend], object]
 
 
 def check_cuts(folder: Path, write: Write, check: Callable[[Path], bool]) -> None:
-    """Cut before every change, and after the last.
+    """Cuts the power before every change, and after the last.
 
     Args:
-        check: looks at what is left, which is whole; whether there is anything.
+        check: asserts that what is left is whole; returns whether there is anything.
     """
     live = folder / "live"
     write(live, backend := JournalBackend(live))

@@ -1,4 +1,4 @@
-"""Files of torch are packed without loading them, and come back as they were; one with code in it runs nothing."""
+"""Files of torch are packed without loading them, and come back as they were; code in a file is not run."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_torch_files_that_cannot_be_packed(tmp_path: Path) -> None:
     ],
     ids=["coo", "csr", "csc", "quantized", "meta", "nested", "complex128", "one pair", "conjugate", "negative"],
 )
-@pytest.mark.filterwarnings("ignore")  # of torch: these are beta, or will go
+@pytest.mark.filterwarnings("ignore")  # of torch: these kinds of tensor are beta, or deprecated
 def test_a_tensor_that_no_pack_holds_is_named(
     make: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

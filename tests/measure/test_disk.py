@@ -1,4 +1,4 @@
-"""A measured file: where its bytes go, that it never stays, and room that is not there."""
+"""A measured file: where its bytes go, that it never stays, and disks with too little room."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 
 class _Recording(Backend):
-    """Which transfers there were."""
+    """Records its transfers."""
 
     def __init__(self) -> None:
         super().__init__()

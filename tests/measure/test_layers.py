@@ -1,4 +1,4 @@
-"""Timed layers: which, the median of rounds, and gradients that do not stay."""
+"""Timed layers: which ones are timed, the median of rounds, and gradients that do not stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_every_layer_is_timed_by_the_median_of_its_rounds() -> None:
     # Three readings a run: forward takes 1 us, backward 1, 2, 4, ... us round by round; the first does not count. The
-    # first run of each kind, which is its own warm-up, takes longer than any may.
+    # first run of each kind, its own warm-up, takes 9 s, longer than the limit.
     warm_ups = iter([True, False, False, True, False])
     backward_s = (9.0 if next(warm_ups, False) else 1e-6 * 2.0 ** (max(n - 2, 0) // 3) for n in itertools.count())
     ticks = (tick for seconds in backward_s for tick in (0.0, 1e-6, 1e-6 + seconds))
@@ -34,7 +34,7 @@ def test_every_layer_is_timed_by_the_median_of_its_rounds() -> None:
 def test_a_layer_that_would_take_too_long_is_not_run() -> None:
     small, large, _ = layers.layers(["bf16"])
     ratio = large.work.flop / small.work.flop
-    for share, count in ((0.9, 3), (1.1, 2)):  # of what the larger block may take, were it as slow as the smaller one
+    for share, count in ((0.9, 3), (1.1, 2)):  # of the limit, which the larger block takes if it is as slow per flop
         run_s = share * 0.5 / ratio
         runs: list[str] = []
         ticks = itertools.cycle((0.0, run_s / 2, run_s))

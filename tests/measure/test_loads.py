@@ -28,7 +28,7 @@ class Ticks:
 
 
 class Fixed:
-    """A rate that is known, and a record of when it was asked for."""
+    """A load with a known rate; it notes its name in `seen` at each run."""
 
     def __init__(self, name: str, rate: float, seen: list[str]) -> None:
         self.name, self.rate, self.seen = name, rate, seen

@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_beside_disk(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As short beside a disk."""
+    """Runs beside a disk are as short."""
     monkeypatch.setattr(machine, "_BESIDE_DISK_S", 0.0)
 
 
@@ -64,7 +64,7 @@ class ChangingDisk:
     """A disk that is half as fast beside something else, and slow from the second round to the first run of the third.
 
     Attributes:
-        runs: alone, and with each of three others, in turn: so four in a round.
+        numbers: numbers of the runs: four in a round, alone and beside each of three others, in turn.
     """
 
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -77,7 +77,7 @@ class ChangingDisk:
 
 @pytest.mark.usefixtures("small_beside_disk", "one_thread")
 def test_a_slowdown_is_of_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Medians of all runs alone and of all runs beside something would be those of other moments."""
+    """Medians of all runs alone, and of all runs beside something, would compare different moments."""
     disk = ChangingDisk()
     memory = np.zeros(MIB, np.uint8)
     found = asyncio.run(measure_machine(CpuDevice(), memory, 0.001, 3, lambda *_: None, {Activity.WRITE: disk}))
@@ -87,7 +87,7 @@ def test_a_slowdown_is_of_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_to_and_from_the_device_carry_the_bytes() -> None:
     memory = np.arange(2 * MIB, dtype=np.uint8)
-    load = links.d2h(CpuDevice(), memory)  # what was there is on the device first
+    load = links.d2h(CpuDevice(), memory)  # copies the content to the device first
     memory[:] = 0
     load.job()
     load.job()

@@ -1,4 +1,4 @@
-"""Memory to measure with goes back, whatever the measurement ends by."""
+"""Memory for a measurement is released, however the measurement ends."""
 
 from __future__ import annotations
 

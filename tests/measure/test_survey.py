@@ -1,4 +1,4 @@
-"""What follows from the runs: the best cell, rates of one and of several directories, fio, slow-downs."""
+"""Results of the runs: the best cell, rates of one and of several directories, fio, slow-downs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_several_directories_add_up(disk_path: Path, memory: Bytes, runtime: Run
 
 
 class Caching:
-    """A file on a disk that syncs so many bytes per second, apart from 3 ms for any sync."""
+    """A file on a disk whose sync takes 3 ms, and longer by the bytes that wait, at `sync_bytes_per_s`."""
 
     def __init__(self, sync_bytes_per_s: float) -> None:
         self.memory, self.size_bytes, self.waiting_bytes = np.empty(8 * MIB, np.uint8), 1024 * MIB, 512 * MIB
@@ -126,7 +126,7 @@ def test_a_slow_disk_is_synced_as_long_as_there_is_time_for(runtime: Runtime, mo
     monkeypatch.setattr(survey_module, "_synced_s", synced_s)
     monkeypatch.setattr(survey_module, "time", SimpleNamespace(perf_counter=lambda: sum(synced)))
     assert runtime.call(survey_module._sync_rate, [Caching(1e8)], [4e9], 3).per_s == pytest.approx(1e8)
-    assert len(synced) == 3  # of what there was, of nothing, and of one round
+    assert len(synced) == 3  # syncs of what waited before, of nothing, and of one round
 
 
 def test_without_o_direct_it_is_measured_all_the_same(tmp_path: Path, memory: Bytes, runtime: Runtime) -> None:
@@ -138,7 +138,7 @@ def test_without_o_direct_it_is_measured_all_the_same(tmp_path: Path, memory: By
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float]) -> list[tuple[list[str], dict[str, str]]]:
-    """fio answers with the rate of the block size that it is asked for; what it was asked is kept."""
+    """Makes fio answer with the rate of the block size that it is asked for; returns the list of its calls."""
     asked: list[tuple[list[str], dict[str, str]]] = []
 
     def run(command: list[str], *, env: dict[str, str], **_: Any) -> SimpleNamespace:

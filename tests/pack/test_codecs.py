@@ -76,7 +76,7 @@ def test_what_a_codec_gains_on_weights(codec: Codec, least: float) -> None:
 @each_bitshuffle
 @pytest.mark.parametrize("item_bytes", [2, 3, 4, 8])
 def test_every_length_comes_back(codec: Codec, item_bytes: int) -> None:
-    """blosc2 itself gives other bytes back where the length is no multiple of the element's."""
+    """blosc2 itself returns other bytes if the length is no multiple of the element size."""
     source = np.repeat(np.arange(300, dtype=np.uint16), 2).view(np.uint8)
     shrunk = 0
     for size in range(900, 1200):
@@ -102,7 +102,7 @@ def frame_of(codec: Codec, source: np.ndarray) -> np.ndarray:
 
 @each_bitshuffle
 def test_a_header_that_encode_does_not_write_is_refused(codec: Codec) -> None:
-    """blosc2 writes as many bytes as a frame says, wherever that ends; so no frame says it to blosc2 unchecked."""
+    """blosc2 writes as many bytes as a frame claims, even beyond the destination; so no frame gets there unchecked."""
     source = bf16_weights(4096)
     frame = frame_of(codec, source)
     harmless = {1, 3, 8, 9, 10}  # the codec's own version; other elements and blocks
@@ -124,7 +124,7 @@ def test_a_header_that_encode_does_not_write_is_refused(codec: Codec) -> None:
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_hostile_frame_changes_nothing_beyond_the_destination(codec: Codec, data: st.DataObject) -> None:
-    """Headers as they should be, and anything behind them: flipped, cut, random."""
+    """Valid headers, followed by anything: flipped, cut, random."""
     source = bf16_weights(2**15)
     frame = frame_of(codec, source)
     size = data.draw(st.integers(33, frame.size))
@@ -244,7 +244,7 @@ def test_checksum_of_the_format_never_changes() -> None:
     [("checksum", Codec.LZ4), *((what, named) for what in ("encode", "decode") for named in (Codec.LZ4, *BITSHUFFLES))],
 )
 def test_the_gil_is_released(what: str, named: Codec) -> None:
-    """With a switch interval of minutes, this thread runs inside the other's call only if the call lets it."""
+    """With a switch interval of minutes, this thread runs during the other's call only if that releases the GIL."""
     source = np.random.default_rng(0).integers(0, 4, 2**26 if what == "checksum" else 2**23, dtype=np.uint8)
     stored, out = np.empty_like(source), np.empty_like(source)
     codec = codec_for(named, 2)

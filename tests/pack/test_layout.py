@@ -1,4 +1,4 @@
-"""Packs are safetensors files that the library itself accepts, and stand where the layout says."""
+"""Packs are safetensors files that the library itself accepts, with all tensors where the layout says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State comes back exactly: types, order, bits; and what cannot is refused by its path."""
+"""State comes back exactly: types, order, bits; what cannot be stored is refused with its path."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def outcome(head: bytes, file_bytes: int) -> Header | None:
 
 
 def test_random_mutations_parse_or_raise() -> None:
-    """Anything but a FormatError fails the test; what parses must hold the invariants."""
+    """Any error except a FormatError fails the test; a header that parses must meet the invariants."""
     generator = random.Random(5)
     text_end = 8 + len(SMALL.header[8:].rstrip())
     parsed = 0
@@ -270,7 +270,7 @@ def assert_invariants(header: Header) -> None:
 
 
 class ShortReads(io.FileIO):
-    """A file of which each call to the system reads a few bytes."""
+    """A file of which each system call reads at most five bytes."""
 
     def read(self, size: int | None = -1) -> bytes:
         return super().read(5 if size is None or size < 0 else min(size, 5))

@@ -1,4 +1,4 @@
-"""The codec of an archive is the smallest, that of a pack to be read the fastest to read; none if none pays."""
+"""For an archive the codec with the highest ratio; for a pack that is read, the one read fastest; none if none pays."""
 
 from __future__ import annotations
 

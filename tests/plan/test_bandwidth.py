@@ -53,7 +53,7 @@ def test_json_round_trip(table: BandwidthTable) -> None:
 
 
 def test_the_seven_rates_alone_are_a_table() -> None:
-    """As before there was a version."""
+    """As in files from before tables had a version."""
     rates = {name: rate for name, rate in TABLE.to_json().items() if name != "version"}
     assert len(rates) == 7
     assert BandwidthTable.from_json(rates) == TABLE
@@ -61,7 +61,7 @@ def test_the_seven_rates_alone_are_a_table() -> None:
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_table_of_an_earlier_version_is_read(version: int) -> None:
-    assert TABLE.to_json()["version"] == 4  # which a release that does not know sizes refuses by its number
+    assert TABLE.to_json()["version"] == 4  # a release that does not know sizes refuses this version
     assert BandwidthTable.from_json(TABLE.to_json() | {"version": version}) == TABLE
 
 
@@ -81,7 +81,7 @@ JSON = st.recursive(
 def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataObject) -> None:
     value = json.loads(json.dumps(FULL.to_json()))
     place: Any = value
-    while True:  # somewhere in it, something else
+    while True:  # puts another value somewhere in it
         key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
         if isinstance(place[key], (dict, list)) and place[key] and data.draw(st.booleans()):
             place = place[key]

@@ -69,7 +69,7 @@ def test_by_hand_with_uneven_layers_and_compute() -> None:
     ("limit", "starts", "ends"),
     [
         (1, [1, 4, 8], [4, 8, 10]),
-        (2, [1, 2, 4], [4, 7, 8]),  # bucket 1 pays its alpha under the bytes of bucket 0; 2 starts when 0 is done
+        (2, [1, 2, 4], [4, 7, 8]),  # bucket 1 pays its alpha beside the bytes of bucket 0; 2 starts when 0 is done
         (3, [1, 2, 3], [4, 7, 8]),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_collective_on_the_computing_cores_hides_nothing() -> None:
     step = timeline((Gradient(2, 1), Gradient(1, 2)), [[0], [1]], CostModel(0, 1, cores=1.0))
     assert [(event.ready_s, event.start_s, event.end_s) for event in step.events] == [(1, 1, 3), (4, 4, 5)]
     assert (step.compute_s, step.slowed_s, step.seconds, step.hidden_share) == (2, 2, 5, 0)
-    # Half of the cores: half a second of it is computed beside each second of the first bucket.
+    # On half of the cores: beside each second of the first bucket, half a second of compute is done.
     step = timeline((Gradient(2, 1), Gradient(1, 2)), [[0], [1]], CostModel(0, 1, cores=0.5))
     assert [event.ready_s for event in step.events] == [1, 3]
     assert (step.seconds, step.hidden_share) == (4, pytest.approx(1 / 3))
@@ -169,7 +169,7 @@ def test_the_sweep_shows_both_ends() -> None:
 
 
 def test_the_best_bucket_of_the_reference() -> None:
-    # Of all caps that make one layer a bucket the largest is that layer; the grid of candidates does not hold it.
+    # The size of a layer is the largest cap that makes each layer a bucket.
     assert best_bucket_bytes(EQUAL, REFERENCE) == 25 * MB
 
 
@@ -197,7 +197,7 @@ def test_a_step_lies_between_the_ideal_and_the_serial_one(
     serial = run(gradients, cap, model, max_in_flight=limit, overlap=False)
     wire_s = sum(layer.nbytes for layer in layers) / model.beta_bytes_per_s
     assert step.seconds >= max(step.compute_s, step.communication_s, wire_s) - ROUNDING
-    if limit == 1 or not model.cores:  # else fixed costs pass side by side only where there is no compute between
+    if limit == 1 or not model.cores:  # else only the serial run may overlap fixed costs: no compute lies between
         assert step.seconds <= serial.seconds + ROUNDING
     assert serial.seconds <= step.compute_s + sum(model.seconds(event.nbytes) for event in step.events) + ROUNDING
     assert -ROUNDING <= step.hidden_share <= 1

@@ -1,4 +1,4 @@
-"""Which codec pays: worked numbers on both sides of the break-even, and what is said of it."""
+"""Which codec pays: worked numbers on both sides of the break-even, and the reason in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fit of alpha and beta: exact lines, outliers, noise, and lines that would be negative."""
+"""The fit of alpha and beta: exact lines, outliers, noise, and fits that would come out negative."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_wild_timing_changes_little(index: int) -> None:
     assert fit.model.alpha_s == pytest.approx(200e-6, rel=0.01)
     assert fit.model.beta_bytes_per_s == pytest.approx(12e9, rel=0.01)
     assert fit.residual < 0.01
-    assert fit.worst_residual > 0.9  # but it is reported
+    assert fit.worst_residual > 0.9  # but the outlier is reported
 
 
 def test_noise_is_the_residual() -> None:

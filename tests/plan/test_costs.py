@@ -128,7 +128,7 @@ def test_phase_and_efficiency() -> None:
 def test_two_that_begin_together() -> None:
     assert beside_s(2.0, 3.0, (1.0, 1.0)) == 3.0  # neither slows the other
     assert beside_s(2.0, 3.0, (2.0, 2.0)) == pytest.approx(5.0)  # they take turns
-    # The shorter takes 1 s x 1.5 beside the other, which has done 1.5 s / 3 of its 2 s by then.
+    # The shorter one takes 1 s x 1.5 beside the other, which has done 1.5 s / 3 = 0.5 s of its 2 s by then.
     assert beside_s(1.0, 2.0, (1.5, 3.0)) == pytest.approx(3.0)
     assert beside_s(2.0, 1.0, (3.0, 1.5)) == pytest.approx(3.0)
     assert beside_s(0.0, 2.0, (9.0, 9.0)) == beside_s(2.0, 0.0, (9.0, 9.0)) == 2.0

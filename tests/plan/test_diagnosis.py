@@ -40,7 +40,7 @@ class Scene:
         return MeasuredStep(run.seconds + OPTIMIZER_S, run, gradients, members, tuple(self.pauses))
 
     def _delayed(self, gradient: Gradient) -> Gradient:
-        """Pauses are given in the time of the step as it runs."""
+        """The gradient, later by the pauses before it. Pauses are given in the time of the step with its pauses."""
         now_s = gradient.ready_s
         for pause in sorted(self.pauses, key=lambda pause: pause.start_s):
             if pause.start_s < now_s:
@@ -98,7 +98,7 @@ def test_the_order_is_that_of_readiness_and_not_of_the_list() -> None:
 @pytest.mark.parametrize("slowdown", [0.95, 1.3])
 @pytest.mark.parametrize("symptom", [Symptom.BUCKET_TOO_LARGE, Symptom.FIRST_BUCKET_LATE, Symptom.READY_ORDER])
 def test_the_prediction_is_the_step_that_the_remedy_makes(symptom: Symptom, slowdown: float) -> None:
-    # The remedies end where the healthy step is: on the same slow interconnect, which the fitted model did not know.
+    # Each remedy leads to the healthy step, on the same slow interconnect, of which the fitted model knows nothing.
     [diagnosis] = examine(replace(SCENES[symptom], slowdown=slowdown))
     healthy_s = replace(HEALTHY, slowdown=slowdown).step().seconds
     assert diagnosis.seconds == pytest.approx(healthy_s, rel=0.04)
@@ -135,7 +135,7 @@ def test_two_things_wrong_are_both_found_and_predicted_together() -> None:
 
 
 def test_launches_that_fewer_buckets_save_are_part_of_the_prediction() -> None:
-    # Communication is hidden whatever the buckets: only what their launches take from the compute can be gained.
+    # Any buckets hide the communication: only the time that launches take from the compute can be gained.
     layers = [Layer(MB // 5, 0.3 * MS)] * 240
     link = CostModel(10e-6, 2e9, launch_s=50e-6)
     gradients, buckets = backward(layers, FORWARD_S), tuple((index,) for index in range(240))

@@ -1,4 +1,4 @@
-"""Processes on a computed clock: order, memory, and shares of what several use."""
+"""Processes on a computed clock: order, memory, and shares of a resource that several use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def equal_shares(total: float) -> object:
 
 
 class Diary:
-    """When what happened."""
+    """Notes of what happened, with their times."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -75,7 +75,7 @@ def test_memory_is_given_in_order_and_the_peak_is_kept() -> None:
         yield 1.0
         memory.free(nbytes)
 
-    # The small one could go at once, and must not: it would starve the large one.
+    # The small request would fit at once, but must wait: otherwise small requests could starve the large one.
     assert diary.run(uses("a", 6), uses("large", 8), uses("small", 1)) == [(0, "a"), (1, "large"), (1, "small")]
     assert memory.peak_bytes == 9
     assert memory.reserve(0).is_set

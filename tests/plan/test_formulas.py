@@ -1,6 +1,6 @@
 """Every formula of the planner's arithmetic, with numbers worked by hand.
 
-The same functions are tested in detail beside their modules; here stands what a person can check with a pencil.
+Other files test the same functions in detail; these are the numbers that a person can check with a pencil.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seconds of layers from timed ones: exact where the costs are, never less for more work."""
+"""Seconds of layers from timed layers: exact without noise, and never less for more work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of parameters: against transformers' own models, and against the sizes that everybody knows."""
+"""Counts of parameters: against transformers' own models, and against well-known sizes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_published_sizes() -> None:
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     )  # fmt: skip
     assert size_name(mixtral.parameters) == "46.7B"
-    assert size_name(mixtral.parameters - mixtral.idle_parameters) == "12.7B"  # 12.9B with the embedding looked up
+    assert size_name(mixtral.parameters - mixtral.idle_parameters) == "12.7B"  # 12.9B with the looked-up embedding
 
 
 @pytest.mark.parametrize("count", [1e6, 3e6, 124e6, 7e9, 70e9, 175e9, 500e9, 1e12, 2.5e13])

@@ -1,4 +1,4 @@
-"""One memory for both tiers: the GPU tier's part of it."""
+"""One memory for both tiers: which part of it the GPU tier gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.plan.placement import BLOCK, GroupNeed, Placement, Request
 from tierstore.plan.tiers import place, smallest_budgets
 
 GPT2 = (need(589 * BLOCK), need(12 * BLOCK), *(need(108 * BLOCK),) * 12)
-"""An embedding that is a third of all."""
+"""The embedding is about a third of all elements."""
 EQUAL = (need(200 * BLOCK),) * 12
 
 
@@ -98,7 +98,7 @@ def test_a_working_set_is_left_also_on_a_coarse_grid() -> None:
 
 
 def test_without_a_store_weights_that_live_in_cpu_memory_go_before() -> None:
-    """They are not on the GPU tier alone, where no disk has them."""
+    """Without a disk all weights need CPU memory: the GPU tier is not their only place."""
     everything = weights_of(EQUAL)
     least = 7 * everything  # of bf16: 14 bytes
     assert not holds_all(place(divided(one_memory(EQUAL, least + everything // 2, nvme=False))))

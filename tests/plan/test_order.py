@@ -1,4 +1,4 @@
-"""Groups come in the order of a forward pass, and are shared out evenly."""
+"""Groups are in the order of a forward pass, and are shared out evenly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_models_in_execution_order(names: list[str], groups: list[str]) -> None:
 
 
 def test_a_configuration_tells_layers_from_what_is_numbered_outside_them() -> None:
-    # Without it, the two stages look like the blocks.
+    # Without the configuration, the two stages look like the blocks.
     names = [f"stages.{s}.layers.{i}.mlp.weight" for s in range(2) for i in range(3)]
     assert len(execution_order(names).groups) == 2
     order = execution_order(names, {"model_type": "staged", "text_config": {"num_hidden_layers": 3}})

@@ -49,7 +49,7 @@ def test_the_best_depth_may_be_the_deepest() -> None:
 
 
 def test_deeper_buffers_absorb_unequal_groups() -> None:
-    # one large group in six: on average the link keeps up, one group ahead it does not
+    # one large group in six: the link keeps up on average, but not with depth 1
     order = tuple(Visit(group, 300 if group % 6 == 0 else 10, 0.1) for group in range(24))
     stalls = {depth: simulate(order, 700, depth, 1000.0).stall_s for depth in range(1, 9)}
     depth = recommend_depth(order, 1000.0, 700)

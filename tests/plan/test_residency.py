@@ -60,7 +60,7 @@ def test_groups_that_no_step_visits_go_first_and_can_be_demanded() -> None:
 
 def test_a_large_victim_spares_the_small_ones() -> None:
     policy = ResidencyPolicy((0, 1, 2, 3), (8, 1, 8, 2), 11, depth=0)
-    # farthest first are 3 and 2; with 2 gone, 3 can stay
+    # those used last are 3, then 2; with 2 gone, 3 can stay
     assert policy.decide(0, {1, 2, 3}, (), ()) == Decision(evict=(2,), load=(0,))
 
 
@@ -123,7 +123,7 @@ def test_a_decision_is_always_possible(data: st.DataObject) -> None:
     for group in load - {needed}:
         ahead = [other for other in upcoming if other != needed]
         assert ahead.index(group) < policy.depth
-        if needed in present:  # then all that was evicted made room for prefetches
+        if needed in present:  # then every eviction made room for prefetches
             assert all(
                 other not in upcoming or upcoming.index(other) > min(map(upcoming.index, load)) for other in evict
             )
@@ -150,7 +150,7 @@ def fewest_loads(order: tuple[int, ...], capacity: int) -> int:
 def test_no_other_eviction_loads_less(seed: int) -> None:
     rng = random.Random(seed)
     capacity = rng.randint(1, 3)
-    # A group that never comes again before the end is used last in the cyclic view too: the choice stays optimal.
+    # A group that the rest of the order does not use is used last in the cyclic order, too: evicting it stays optimal.
     order = tuple(rng.randrange(5) for _ in range(18))
     policy = ResidencyPolicy(order, (1,) * 5, capacity, depth=0)
     resident: set[int] = set()

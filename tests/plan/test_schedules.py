@@ -1,4 +1,4 @@
-"""Which schedule `auto` is."""
+"""Which update schedule `auto` selects."""
 
 from __future__ import annotations
 

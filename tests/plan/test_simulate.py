@@ -1,4 +1,4 @@
-"""The simulator: closed forms, and what holds for every order."""
+"""The simulator: closed forms, and properties of every order."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_fast_equal_layers_hide_their_transfers(depth: int) -> None:
 
 
 def test_a_third_buffer_does_not_raise_the_rate_of_a_shared_link() -> None:
-    """Folklore says that it does; 50 ms of computing and 80 ms of transfer stay 80 ms a layer."""
+    """Folklore says it does. With 50 ms of computing and 80 ms of transfer, a layer takes 80 ms from depth 1 on."""
     times = {depth: simulate(layers(24), 80 * (depth + 1), depth, 1000.0).seconds / 24 for depth in range(9)}
     assert times.pop(0) == pytest.approx(0.130)
     assert list(times.values()) == pytest.approx([0.080] * 8)
-    assert simulate(layers(24), 160, 1, 2 * 1000.0).seconds / 24 == pytest.approx(0.050)  # a second disk does
+    assert simulate(layers(24), 160, 1, 2 * 1000.0).seconds / 24 == pytest.approx(0.050)  # a second disk does raise it
 
 
 def test_links_in_series_work_side_by_side_on_different_groups() -> None:
-    # A quarter of each group from the disk (20 ms), the rest from other ranks (60 ms): the slower one bounds.
+    # A quarter of each group from the disk (20 ms), the rest from other ranks (60 ms): the slower link bounds.
     route = (Link(1000.0, share=0.25), Link(1000.0, share=0.75))
     runs = {depth: simulate(layers(24), 80 * (depth + 1), depth, route) for depth in (1, 2)}
     assert runs[1].link_s == pytest.approx(24 * 0.06)

@@ -1,4 +1,4 @@
-"""The step on paper: what must hold of it in closed form, and the engine's own bytes."""
+"""The step model: closed forms that it must meet, and the bytes of the plan."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_holds_for_every_step(
 
 def test_a_step_with_everything_inside_is_the_sum_of_its_parts() -> None:
     """`step` computes, then reads what did not fit ahead, updates and writes: nothing of the writes is hidden."""
-    placement = placed(30 * MIB, UpdateSchedule.STEP, gpu_memory=64 * MIB)  # the more is kept, the more a commit hides
+    placement = placed(30 * MIB, UpdateSchedule.STEP, gpu_memory=64 * MIB)  # more memory hides more of a commit
     found = step(placement, UpdateSchedule.STEP, seconds=0.01)
     written_s = found.written_bytes / (100 * MIB)
     assert found.seconds >= 24 * 0.01 + 0.9 * written_s
@@ -111,7 +111,7 @@ def test_a_later_update_hides_under_the_next_forward() -> None:
 
 
 def test_what_backward_leaves_is_updated_as_the_next_forward_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = placed(13 * MIB // 2, UpdateSchedule.SPECULATIVE, gpu_memory=64 * MIB)  # where little is lent
+    placement = placed(13 * MIB // 2, UpdateSchedule.SPECULATIVE, gpu_memory=64 * MIB)  # little memory is lent
     found = step(placement, UpdateSchedule.SPECULATIVE, seconds=0.03)
     monkeypatch.setattr(Store, "rearrange", lambda *_: None)
     as_they_came = step(placement, UpdateSchedule.SPECULATIVE, seconds=0.03)
@@ -157,7 +157,7 @@ def test_a_faster_disk_and_no_contention_are_faster() -> None:
 
 
 def test_a_disk_that_caches_writes_stands_still_while_they_are_synced() -> None:
-    """Everything on disk and the disk decides: a step takes longer by the sync of what it writes, with every commit."""
+    """Where the disk bounds each step, and each step commits, the sync of what it writes makes the step longer."""
     placement = placed(30 * MIB, UpdateSchedule.BACKWARD)
     caching = Machine(replace(RATES, sync_bytes_per_s=200 * MIB), io_threads=2, sync_s=0.0)
     at_once, synced = (
@@ -262,7 +262,7 @@ def test_rare_commits_are_weighed_instead_of_run(
     exact = step(placement, schedule, seconds=seconds, commit_every=12)
     assert weighed.seconds == pytest.approx(exact.seconds, rel=0.01)
     assert weighed.written_bytes == pytest.approx(exact.written_bytes, rel=0.01)
-    assert seldom.seconds <= weighed.seconds * 1.0001 <= often.seconds * 1.0002  # sums of floats
+    assert seldom.seconds <= weighed.seconds * 1.0001 <= often.seconds * 1.0002  # rounding of sums
     assert seldom.written_bytes < weighed.written_bytes < often.written_bytes
 
 

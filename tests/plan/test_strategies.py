@@ -77,9 +77,9 @@ def test_500_billion_parameters_on_one_link() -> None:
     moved = chosen.read_bytes + chosen.written_bytes
     assert moved == pytest.approx(26 * 500e9, rel=1e-3)
     assert moved / 28e9 == pytest.approx(464, abs=1)
-    assert chosen.bytes[Kind.STATE, Tier.NVME] == pytest.approx(5e12, rel=1e-3)  # the master is 2 B of residual
+    assert chosen.bytes[Kind.STATE, Tier.NVME] == pytest.approx(5e12, rel=1e-3)  # the master adds 2 B of residual
     forward = chosen.phases[0]
-    assert forward.links_s[Link.DISKS] == pytest.approx(1e12 / 28e9, rel=2e-3)  # but for a group that stays
+    assert forward.links_s[Link.DISKS] == pytest.approx(1e12 / 28e9, rel=2e-3)  # except for a group that stays
     assert forward.links_s[Link.H2D] == pytest.approx(31.25, rel=1e-3)
     assert chosen.phases[1].links_s[Link.D2H] == pytest.approx(31.25, rel=1e-3)
     assert chosen.step_s == pytest.approx(464.3, rel=0.01)
@@ -145,7 +145,7 @@ def test_a_sync_goes_on_where_the_disks_are_idle_and_takes_no_core() -> None:
         for node in (replace(ONE_LINK, rates=replace(rates, sync_bytes_per_s=sync)),)
         for schedule in (UpdateSchedule.FORWARD, UpdateSchedule.BACKWARD)
     }
-    # The disks move for two seconds, and each takes twice as long beside the other, so that nothing hides.
+    # The disks transfer for two seconds. Disks and computing slow each other to half, so that nothing is hidden.
     assert seconds[None, UpdateSchedule.FORWARD] == pytest.approx([3, 2])
     assert seconds[None, UpdateSchedule.BACKWARD] == pytest.approx([1, 4])
     for schedule in (UpdateSchedule.FORWARD, UpdateSchedule.BACKWARD):
@@ -186,13 +186,13 @@ def test_six_micro_batches_by_hand() -> None:
 
 @pytest.mark.parametrize(("gpu_bytes", "ranks", "passes"), [(32e9, 1, 1), (16e9, 1, 6), (32e9, 2, 6)])
 def test_gradients_of_micro_batches_leave_a_roomy_gpu_once(gpu_bytes: float, ranks: int, passes: int) -> None:
-    """With other ranks each micro-batch is reduced."""
+    """With several ranks the gradients of each micro-batch are reduced, and leave the GPU each time."""
     here = situation(7e9, UpdateSchedule.STEP)
     here = replace(here, job=replace(here.job, accumulate=6), layout=Layout(gpus=ranks))
     request = request_of(here, group_needs(here.job, Layout()), int(gpu_bytes))
     placement = place(replace(request, updates_on_gpu=False))
     work = step_work(here.job, here.layout, here.node, placement, here.schedule, 1.0)
-    assert work["backward"].d2h_bytes == pytest.approx(ranks * passes * 14e9, rel=0.1)  # two have room anywhere
+    assert work["backward"].d2h_bytes == pytest.approx(ranks * passes * 14e9, rel=0.1)  # 16 GB keep those of three
 
 
 def test_fp32_weights_are_updated_at_their_own_rate() -> None:

@@ -47,7 +47,7 @@ def test_every_placement_fits_and_covers_every_lease(
 def test_what_the_gpu_updates_is_beside_all_weights(
     groups: tuple[GroupNeed, ...], options: dict[str, object], part: float, chunk_bytes: int | None, blocks: int | None
 ) -> None:
-    """Also if a chunk is larger than was asked for: one block at least, or as in the store that is opened."""
+    """Also if a chunk is larger than asked for: a chunk is at least one block, and an existing store keeps its size."""
     chunk_elements = None if blocks is None else blocks * BLOCK
     options = options | {"updates_on_gpu": True, "chunk_bytes": chunk_bytes, "chunk_elements": chunk_elements}
     least = smallest_budgets(request(groups, 0, **options)).gpu_bytes
@@ -61,16 +61,16 @@ def test_what_the_gpu_updates_is_beside_all_weights(
     [(11, []), (12, [0]), (35, [0, 3]), (36, [0, 3, 4]), (47, [0, 3, 4]), (48, [0, 2]), (60, [0, 2, 3])],
 )
 def test_the_gpu_updates_the_first_groups_that_fit_beside_all_weights(room: int, expected: list[int]) -> None:
-    """Each takes 12 B per element more; the third is three times as large."""
+    """To update a group there takes 12 B more per element; the third group is three times as large."""
     groups = (need(BLOCK), need(BLOCK, trainable=False), need(3 * BLOCK), need(BLOCK), need(BLOCK))
-    gpu_bytes = (14 + 12 + 6 + room) * BLOCK  # all weights, room for two of the largest gradient and for a chunk apart
+    gpu_bytes = (14 + 12 + 6 + room) * BLOCK  # all weights, two of the largest gradient, and the weights of a chunk
     placement = place(request(groups, 2**30, gpu_bytes, updates_on_gpu=True))
     found = [group for group in range(5) if placement.is_updated_on_gpu(group)]
     assert found == expected
 
 
 def test_a_step_fills_of_the_gpu_tier_what_there_is_of_the_model() -> None:
-    """Beside weights the largest gradient, which is not that of the frozen group; and what is updated there."""
+    """Besides weights: the largest gradient, which is not that of the frozen group, and what the GPU updates."""
     groups = (need(BLOCK), need(5 * BLOCK, trainable=False), need(3 * BLOCK))
     few, enough = place(request(groups, 2**30, 20 * BLOCK)), place(request(groups, 2**30, 2**30))
     assert few.gpu_weight_bytes < 18 * BLOCK < enough.gpu_weight_bytes
@@ -101,10 +101,10 @@ def test_hundreds_of_groups_take_no_more_tries_than_a_few(gradients: str, monkey
 def test_weights_alone_need_cpu_memory_where_the_gpu_updates() -> None:
     groups = (need(10 * BLOCK),) * 3
     least = smallest_budgets(request(groups, 0, 2**30, updates_on_gpu=True, nvme=False)).cpu_bytes
-    assert least == 3 * 20 * BLOCK + 10 * BLOCK  # and the state of one chunk, on its way
+    assert least == 3 * 20 * BLOCK + 10 * BLOCK  # and the state of one chunk in transit
     assert place(request(groups, least, 2**30, updates_on_gpu=True, nvme=False)).updates_in_memory
     assert smallest_budgets(request(groups, 0, 2**30, nvme=False)).cpu_bytes == 3 * 140 * BLOCK
-    # With a disk even those need none; then nothing is updated on the GPU.
+    # With a disk even the weights need no CPU memory; then the GPU updates nothing.
     less = smallest_budgets(request(groups, 0, 2**30, updates_on_gpu=True)).cpu_bytes
     assert less < least
     assert Tier.GPU not in place(request(groups, less, 2**30, updates_on_gpu=True)).gradient_home
@@ -143,7 +143,7 @@ def test_smallest_cpu_budget_on_disk_is_one_block_of_each_pool() -> None:
     groups = (need(100 * BLOCK),) * 3
     # staging 2 B, trip 10 + 2 + 2 B, spill 2 B per element of one block
     assert smallest_budgets(request(groups, 0)).cpu_bytes == BLOCK * (2 + 14 + 2)
-    # and 2 B more that a streamed gradient passes; it is spilled only when it cannot be used at once
+    # and 2 B more for a streamed gradient in transit, which is spilled only if it cannot be used at once
     assert smallest_budgets(request(groups, 0, gradients="streamed")).cpu_bytes == BLOCK * (2 + 14 + 2 + 2)
 
 
@@ -236,7 +236,7 @@ def test_memory_goes_to_gradients_then_weights_then_state() -> None:
 
 @pytest.mark.parametrize("is_forward", [True, False])
 def test_state_is_kept_of_groups_that_are_updated_soonest(is_forward: bool) -> None:
-    """By forward the first ones; by backward the last ones, but before them the first, which forward waits for."""
+    """With updates in forward the first groups; in backward the first, which forward waits for, and then the last."""
     groups = (need(64 * BLOCK),) * 8
     for memory in (350 * MIB, 390 * MIB):
         asked = request(groups, memory, gpu_bytes=2 * 6 * 64 * BLOCK, read_weights_with_state=is_forward)
@@ -295,7 +295,7 @@ def test_gradients_that_are_added_to_come_first() -> None:
 def test_streamed_gradients_that_are_added_to_are_worth_memory() -> None:
     groups = (need(64 * BLOCK),) * 8
     homes = {}
-    for passes in (1, 2):  # of the GPU's seven groups one is for gradients, two for those that come and go
+    for passes in (1, 2):  # the GPU has room for seven groups: two for gradients, two for weights in transit
         asked = request(groups, 100 * MIB, gpu_bytes=2 * 7 * 64 * BLOCK, gradients="streamed", micro_batches=passes)
         placement = place(asked)
         homes[passes] = (placement.gradient_home.count(Tier.CPU), placement.weights_home.count(Tier.CPU))
@@ -317,9 +317,9 @@ def test_chunks_shrink_until_four_trips_fit(cpu_mib: int) -> None:
     largest_trip = max(placement.trip_bytes(group, 0) for group in range(20))
     assert placement.pools.update >= 4 * largest_trip
     assert placement.chunk_elements % BLOCK == 0
-    if cpu_mib >= 4096:  # where all workers' trips of the largest are a small part of memory
+    if cpu_mib >= 4096:  # where the trips of all workers take little memory even with the largest chunks
         assert placement.chunk_elements * 10 > MAX_CHUNK_BYTES - 10 * BLOCK
-    elif cpu_mib == 1024:  # larger than this they would take memory from state, and more bytes would move
+    elif cpu_mib == 1024:  # larger chunks would take memory from state, so that more bytes move
         assert 16 * MIB - 10 * BLOCK < placement.chunk_elements * 10 <= 16 * MIB
     else:
         assert placement.chunk_elements < MAX_CHUNK_BYTES // 10 // BLOCK * BLOCK

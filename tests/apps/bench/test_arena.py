@@ -1,4 +1,4 @@
-"""Contestants take turns; one that is missing, errs, dies or hangs is told of, and the others go on."""
+"""Contestants take turns; one that is missing, fails, dies or hangs is reported, and the others go on."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_they_take_turns_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
 def test_what_the_host_takes_of_the_cores_is_told_of_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Two cores: a round takes a second of each, and the host 0.1 and 0.5 s of the rounds that count.
+    # Two cores: a round takes two core seconds, of which the host takes 0.1 and 0.5 in the rounds that count.
     seen = iter([(0.0, 10.0), (2.0, 12.0), (2.0, 12.0), (2.1, 14.0), (2.1, 14.0), (2.6, 16.0)])
     monkeypatch.setattr(arena, "_core_seconds", lambda: next(seen))
     (found,) = run(contestant(tmp_path / "log", "a")).values()
@@ -172,7 +172,7 @@ def test_an_interrupt_leaves_what_was_answered(tmp_path: Path) -> None:
 
 
 def assert_ended(pid: int) -> None:
-    """It is gone, or a zombie that its new parent has yet to fetch."""
+    """Waits until the process is gone, or a zombie that its new parent has yet to reap."""
     deadline_s = time.monotonic() + 10.0
     while time.monotonic() < deadline_s:
         try:

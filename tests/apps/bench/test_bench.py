@@ -1,4 +1,4 @@
-"""`tierstore bench`: real runs in small without peers, its files, and what cannot be asked."""
+"""`tierstore bench`: small real runs without peers, its files, and what cannot be asked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_disk_in_small(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(os.listdir(disk_path)) == ["out.json", "out.md"]
     found = json.loads(files[0].read_text())
     assert found["command"].startswith("tierstore bench disk --peer deepspeed --nvme ")
-    assert "--size 64MiB --rounds" not in found["command"]  # in the order of the record
+    assert "--size 64MiB --rounds" not in found["command"]  # in the order of the fields of `BenchOptions`
     (case,) = found["cases"]
     assert {row["work"] for row in case["rows"]} == {"read 64 MiB", "write 64 MiB"}
     own = [row for row in case["rows"] if row["contestant"].startswith("tierstore")]
@@ -58,7 +58,7 @@ def test_disk_in_small(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_load_in_small(disk_path: Path, tmp_path: Path) -> None:
-    """In a process of its own: what the tests before have left in this one is more than packing may take."""
+    """In a process of its own: earlier tests have left more memory in this one than packing may take."""
     asked = ["--peer", "safetensors", "--size", "64MiB", "--rounds", "1", "--nvme", str(disk_path)]
     output, errors = tmp_path / "output", tmp_path / "errors"
     with forked(["bench", "load", *asked], output, errors, {"COLUMNS": "120"}) as process:
@@ -221,7 +221,7 @@ def test_an_unknown_case_is_refused() -> None:
 
 
 def test_a_step_on_a_gpu_is_beside_what_plain_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU twin, and in small: only a GPU shows the rest."""
+    """A small model on the CPU twin; the rest of the case needs a GPU."""
     small = {"model_type": "gpt2", "vocab_size": 64, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
     monkeypatch.setitem(preset_sizes.PRESET_FIELDS, Preset.P25M, small)  # type: ignore[arg-type]
     given = {"preset": "25m", "gpu_memory": "16MiB", "cpu_memory": "16MiB", "batch": 1, "micro_batches": 2}

@@ -18,7 +18,7 @@ TINY = {"layers": 4, "width": 64, "batch": 4, "steps": 1, "bucket": 20_000, "del
 
 
 def converse(program: list[str], given: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """In a relative directory, as `bench` makes one without --nvme."""
+    """The program's answers; its scratch directory is relative, as `bench` makes it without --nvme."""
     (folder / "scratch").mkdir()
     arguments = [*program, json.dumps(given | {"scratch": "scratch"})]
     ended = run_program(arguments, folder, '{"round": 0}\n{"round": 1}\n')
@@ -58,6 +58,6 @@ def test_the_optimum_is_told_beside_25_mib_and_the_model(tmp_path: Path) -> None
     (best,) = [row for row in table if row.work == "optimum, measured"]
     assert (best.contestant, best.floor) == ("5 MiB", 1.0)
     predicted = {row.contestant: row.bars[0].is_met for row in table if row.work == "step as the model predicts it"}
-    # 21 MB at 0.1 GB/s after 0.5 s of computing, which the rounds have taken too.
+    # The model: 21 MB at 0.1 GB/s, during and after 0.5 s of computing (`alone_s` of the rounds).
     assert predicted == {"5 MiB": False, "25 MiB": False, "one bucket": False}
     assert [row for row in table if row.trouble == "missing: not here" and row.contestant == "torch DDP, 25 MiB"]

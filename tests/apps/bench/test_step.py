@@ -44,7 +44,7 @@ def results_of(options: BenchOptions, tmp_path: Path, **found: Result) -> dict[s
 
 def test_a_step_lasts_from_one_durable_commit_to_the_next() -> None:
     train = TrainOptions(nvme=(Path("store"),))
-    # Step 1 gets going, 2 and 3 are timed, 4 follows; commits are durable one step later.
+    # Step 1 warms up, 2 and 3 are timed, 4 follows; a commit is durable one step later.
     starts_s, ends_s = [0.0, 5.0, 7.0, 9.0, 11.0], [6.0, 8.5, 10.0, 13.0]
     assert step_worker._step_s(train, 2, starts_s, 13.5, ends_s) == pytest.approx((10.0 - 6.0) / 2)
 
@@ -159,11 +159,11 @@ def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, t
     (moved,) = [row for row in step._bytes_rows(options, found) if row.contestant == counted.name]
     bar = moved.bars[0]
     assert bar.bound == 24.0  # between all weights in CPU memory and all on disk
-    assert bar.measured == pytest.approx(26.0)  # the gradients that are spilled are not held against it
+    assert bar.measured == pytest.approx(26.0)  # spilled gradients do not count
 
 
 def test_a_machine_has_the_medians_of_all_rounds() -> None:
-    """Of a layer that some rounds left out, those of the others; of one that the first measurement left out, none."""
+    """A layer that some rounds left out has the others' median; one that the first measurement left out is dropped."""
     small, large = LayerWork(1.0, 2.0, 3.0, 4.0), LayerWork(1.0, 20.0, 30.0, 40.0)
     layers = [(LayerKind.BLOCK, small), (LayerKind.BLOCK, large), (LayerKind.HEAD, small), (LayerKind.HEAD, large)]
     table = dict.fromkeys(RATE_NAMES[:7], 1e9)
@@ -223,7 +223,7 @@ def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
     own = Result(Contestant("own", (), False), ready["ready"], [Answer(answers[-1]["seconds"], figures | told, 1)])
     options = TrainOptions(**step_worker.options_of_object(train, "test"))
     record = forecasts.computing(own, own, options, MACHINE)
-    # Beside an update nothing takes less than alone: steps of the trial did, so the record is of their minute.
+    # No update beside it makes computing faster, but steps of the trial were faster: the record is scaled to them.
     assert 0.95 * 0.4 < record.forward_s + record.backward_s < 1.001 * 0.5
     assert forecasts.by_tune(record, options, MACHINE, 1) > 0.25
     # 6 flop a parameter and token, of 0.13M parameters and 16 tokens.
@@ -241,7 +241,7 @@ def test_speculation_is_right_when_the_rounds_begin(tmp_path: Path) -> None:
 
 
 def test_speculation_is_foretold_by_a_trial_of_speculation() -> None:
-    """The first of its heat that guesses tries for the others; who records by itself tries by itself."""
+    """The first of a heat that speculates makes the trial for the others that do; one with a record makes its own."""
     options = BenchOptions(heat="disk")
     answered = [Answer(1.0, {}, 1)]
     found = {
@@ -264,7 +264,7 @@ def test_warming_up_ends_with_the_first_right_guess_or_with_an_error() -> None:
 
         def train_step(batches: object, schedule: str) -> SimpleNamespace:
             norm = next(given)
-            engine._parts.driver.is_speculating = norm != 0.5  # which is a step that rests
+            engine._parts.driver.is_speculating = norm != 0.5  # 0.5 is a step in which speculation rests
             return SimpleNamespace(grad_norm=norm)
 
         engine.train_step = train_step
