@@ -1,4 +1,4 @@
-"""A put-off construction gives, bit for bit, what ordinary construction gives: weights, buffers, generator."""
+"""Deferred construction gives, bit for bit, what ordinary construction gives: weights, buffers, generator state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assembled(source: Source, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check(build: Build) -> nn.Module:
-    """Compares `build` with its put-off twin, and returns the twin."""
+    """Compares an ordinary build with a deferred one, its twin, and returns the twin."""
     torch.manual_seed(SEED)
     before = torch.get_rng_state()
     ordinary = build()
@@ -75,7 +75,7 @@ def compare_parameters(ordinary: nn.Module, model: nn.Module, values: dict[str, 
         if parameter.numel():
             assert values[name].dtype == parameter.dtype
             assert torch.equal(values[name], parameter.detach()), name
-    for first, parameter in everywhere:  # what is tied stays one parameter
+    for first, parameter in everywhere:  # tied parameters stay one parameter
         for second, other in everywhere:
             assert (parameter is other) == (twins[first] is twins[second])
 
@@ -157,7 +157,7 @@ def parameter_of(*size: int, dtype: torch.dtype = torch.float32) -> nn.Parameter
 
 
 class OneByOne(nn.Module):
-    """A module with one parameter, `fill`ed after it was registered, and a drawn one behind it."""
+    """A module with a parameter that `fill` sets after its registration, and a randomly initialized layer behind it."""
 
     def __init__(self, make: Callable[[], nn.Parameter], fill: Callable[[nn.Parameter], object]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_parameters_with_values_from_the_start(make: Callable[[], nn.Parameter])
 def test_pieces_follow_the_stream(
     draw: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dead draws, live draws and ragged ends, around every bound of a piece."""
+    """Draws that are overwritten, final draws and incomplete last pieces, with sizes around every piece boundary."""
     monkeypatch.setattr("tierstore.train.deferred.program.PIECE_ELEMENTS", 64)
     monkeypatch.setattr("tierstore.train.filling.PIECE_ELEMENTS", 64)
 
@@ -253,7 +253,7 @@ def test_what_torch_leaves_undefined_is_zero() -> None:
 
 
 class Held(nn.Module):
-    """Names of a parameter other than the registered one, and values that are no parameters."""
+    """Holds its parameter also under other names than the registered one, and values that are not parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def test_a_source_can_be_streamed_again_with_the_generator_in_use() -> None:
     second: dict[str, list[torch.Tensor]] = {name: [] for name in source.names()}
     for name, _, values in pieces:
         second[name].append(values)
-        torch.rand(3)  # the receiver's own draws do not disturb
+        torch.rand(3)  # the receiver's own draws do not change the stream
     assert all(torch.equal(torch.cat(parts), first[name].view(-1)) for name, parts in second.items())
 
 

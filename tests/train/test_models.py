@@ -1,4 +1,4 @@
-"""Models of Hugging Face and of vision: four steps as in plain torch, with a device that holds a part of them."""
+"""Hugging Face models of text and images: losses as in plain torch, on a device that holds a part of the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Without advice about tokens that tiny vocabularies do not have."""
+    """No warnings about special tokens that the tiny vocabularies lack."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     yield
@@ -35,7 +35,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model from configuration, and what it is trained on."""
+    """How to make a model, and how to draw a batch for it."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], dict[str, torch.Tensor]]

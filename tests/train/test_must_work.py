@@ -1,6 +1,6 @@
-"""What models do besides calling one block after another: the same losses as plain torch, under two schedules.
+"""Models that do more than call one block after another: the same losses as plain torch, under two schedules.
 
-Not here: the second one for each model, on a device whose kernels are late (`test_stream_order.py`).
+Not here: the other of the two schedules of each model, on a device whose kernels are late (`test_stream_order.py`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a worker that has run tests of ranks, too: they make it larger."""
+    """Resets WIDTH in a worker that has imported `zero_models.py`, which makes it larger."""
     monkeypatch.setitem(globals(), "WIDTH", 16)
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        width = WIDTH  # that of now: the tests of ranks make it larger
+        width = WIDTH  # read here, not at import: `zero_models.py` makes it larger
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(0.1)
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, a head, and a hole for what a test does between them."""
+    """An entry, layers and a head; subclasses change the layers, or what happens between them."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class CheckpointedInPairs(Stack):
 
 
 class InParts(Stack):
-    """Nobody calls the layers, but what is inside of them; some of it is recomputed."""
+    """Calls the modules inside of the layers, never the layers themselves; some of these calls are recomputed."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.enter(x)
@@ -140,7 +140,7 @@ class CallsOthers(Layer):
 
 
 class InOneAnother(Stack):
-    """Layers that call modules of other groups, each other too, and read their own weights again afterwards."""
+    """Layers that call modules of other groups and one another, and read their own weights again afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class ReadElsewhere(Stack):
 
 
 class Copies(Stack):
-    """Layers are copied in forward, before the engine has them."""
+    """Copies a layer in forward, before the engine has fetched its weights."""
 
     def forward(self, x: torch.Tensor) -> Any:
         copied = copy.deepcopy(self.layers[2])
@@ -204,7 +204,7 @@ class Copies(Stack):
 
 
 class OwnParameters(Stack):
-    """Parameters of the model itself, and of every layer of a list in a list."""
+    """Parameters of the model itself, and layers in nested containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class OwnParameters(Stack):
 
 
 class Late(Stack):
-    """A part of every layer is used before all of them, so that its gradient comes last."""
+    """Uses some parameters of every layer before it calls the first one, so that their gradients are complete last."""
 
     def __init__(self) -> None:
         super().__init__(layers=8)
@@ -290,7 +290,7 @@ class Skipping(Stack):
 
 
 class Mixture(Stack):
-    """Experts in a list: each batch reaches some of them, in a block with parameters that all batches reach."""
+    """Blocks with a gate, which every batch uses, and a list of experts, of which each batch uses some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Mixture(Stack):
 
 
 class Growing(Stack):
-    """Every call uses more of a block than the one before, and none the last part."""
+    """Every call uses one part more of each block than the call before; no call uses the last part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Tied(Stack):
 
 
 class Unusual(Stack):
-    """Saves a sparse tensor for backward, and gets gradients whose bytes are of the other sign: of a conjugate."""
+    """Saves a sparse tensor for backward, and gets gradients with torch's negative bit set, because of a conjugate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class Unusual(Stack):
 
 
 class WeightsInSparse(Stack):
-    """Saves sparse tensors whose values are weights, which their storage does not know of if they are compressed."""
+    """Saves sparse tensors whose values are weights; the weights' storage does not count compressed ones as uses."""
 
     is_compressed = False
 
@@ -390,9 +390,9 @@ OTHERS = list(zip(MODELS, itertools.cycle(SCHEDULES[1:] + SCHEDULES[:1])))
 IN_ONE_PIECE = (
     Stack, Checkpointed, CheckpointedReentrant, InPlace, LayersRecomputeParts, Dictionaries, Copies, Buffers,
 )  # fmt: skip
-"""Each group of theirs has all its gradients at once, in the order of the graph: wherever it is updated, alike."""
+"""Each group of these gets all its gradients at once, in the graph's order: where it is updated does not matter."""
 IN_PART = (Skipping, Mixture, Growing, Late, Tied)
-"""The third schedule, too: some of their groups are complete later than others, or not at all."""
+"""Run under the third schedule, too: some of their groups are complete later than others, or never."""
 
 
 def make(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -418,7 +418,7 @@ def compare(
     kind: Callable[[], nn.Module], update: str, clip: float | None, tmp_path: Path, room: int = 2, device: str = "cpu",
     **options: Any,
 ) -> Run:  # fmt: skip
-    """Train both ways; the device holds the largest group, its gradient and `room` small ones."""
+    """Train by the engine and in plain torch, and compare; the device has the smallest budget + `room` times 4 KiB."""
     steps = [tuple(one.to(device) for one in batch) for batch in batches(options.pop("steps", STEPS))]
     accumulate = options.get("accumulate", 1)
     expected = train_plain(make(kind).to(device), steps, loss_of, max_grad_norm=clip, accumulate=accumulate)
@@ -477,7 +477,7 @@ def test_micro_batches_side_by_side_give_the_same_losses(kind: type[nn.Module], 
         model = kind()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
-                module.p = 0.0  # its numbers come in another order
+                module.p = 0.0  # its random numbers would come in another order
         return model
 
     compare(make_model, "forward", 1.0, tmp_path, steps=6, accumulate=2, is_vertical=True)

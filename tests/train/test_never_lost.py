@@ -1,6 +1,6 @@
-"""Training processes are killed in the middle of their system calls, at any moment, and never lose a step.
+"""Training processes that are killed at any moment, also in the middle of a system call, never lose a step.
 
-The kills, and what is compared, are in `tests/crash/`; `tools/crash_loop.py` deals as many of them as one likes.
+The kills and the comparisons are in `tests/crash/`; `tools/crash_loop.py` runs as many of them as one likes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from commands import run_program
 
 KILLS = 1
 TOOL = Path(__file__).parents[2] / "tools" / "crash_loop.py"
-VARIANTS = ("forward-workers", "forward-3", "backward", "speculative-lz4")  # of eight; the tool deals with all
+VARIANTS = ("forward-workers", "forward-3", "backward", "speculative-lz4")  # of eight; the tool has all
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Any]:
-    """Exit code of the tool, and its findings or, if there are none, its output; of one process, for its start."""
+    """Exit code of the tool, and its findings or, if it has none, its output; run once, because it starts slowly."""
     folder = tmp_path_factory.mktemp("crashes")
     command = [str(TOOL), "--directory", str(folder), "--json", str(folder / "json")]
     command += ["--kills", str(KILLS * len(VARIANTS)), "--cuts", "2", "--soak", "8"]
@@ -45,7 +45,7 @@ def test_what_a_power_cut_leaves_goes_on(told: tuple[int, Any]) -> None:
 
 
 def test_a_disk_that_fails_changes_nothing(told: tuple[int, Any]) -> None:
-    """Of some steps here; what they cost is looked at over many more of them."""
+    """Only the final weights are compared here; what steps cost shows only over many more of them."""
     soak = told[1][1]
     assert soak["claims"][0]["holds"], soak
     assert soak["figures"]["resumed"] >= 3

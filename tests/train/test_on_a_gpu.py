@@ -1,7 +1,7 @@
 """Engines and stores of tensors on a GPU: the losses of plain torch there, however late its kernels are.
 
-What would race is looked for without one, too (`test_stream_order.py`); the allocator, the streams and autograd's own
-threads are real only here.
+`test_stream_order.py` looks for races without a GPU, too; the allocator, the streams and autograd's own threads are
+real only here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LATE_CYCLES = 1_000_000  # about half a millisecond
 Budgets = tuple[str | None, str | None, bool]
 LEAST, WEIGHTS, ALL = (None, None, False), ("8MiB", None, False), ("8MiB", "64MiB", False)
 GPU = ("64MiB", "16MiB", True)
-"""Budgets of GPU and CPU: the least, room for all weights on the GPU, for all state in CPU memory, and on the GPU."""
+"""GPU and CPU budgets, `state_on_gpu`: the least; all weights on the GPU; all state in CPU memory; state on the GPU."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_leaks", "one_thread")]
 
@@ -63,7 +63,7 @@ def tiers_of(memory: Budgets, update: str, dtype: torch.dtype, folder: Path) -> 
 
 @pytest.mark.parametrize(("kind", "way"), must.LATE)
 def test_models(kind: Any, way: tuple[str, float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(must, "WIDTH", 16)  # tests of ranks make it larger
+    monkeypatch.setattr(must, "WIDTH", 16)  # `zero_models.py` makes it larger
     must.compare(kind, *way, tmp_path, device=DEVICE)
 
 
@@ -71,7 +71,7 @@ def test_models(kind: Any, way: tuple[str, float | None], tmp_path: Path, monkey
 @pytest.mark.parametrize("memory", [LEAST, WEIGHTS, ALL, GPU])
 @pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative"])
 def test_placements(update: str, memory: Budgets, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Two micro-batches a step; speculation is wrong in some steps, for some are clipped."""
+    """Two micro-batches per step; some steps are clipped, so speculation is wrong in some."""
     batches = [batch.to(DEVICE) for batch in tokens(8)]
     clip = None if update == "backward" else 1.0
     found = train(
@@ -99,7 +99,7 @@ def test_placement_and_schedule_change_no_bit(memory: Budgets, dtype: torch.dtyp
 
 
 def test_tensors_that_are_changed_come_back(tmp_path: Path) -> None:
-    """More than the GPU tier holds, changed by kernels that run long after their release."""
+    """More tensors than the GPU tier holds, changed by kernels that run long after the tensors are released."""
 
     async def play() -> list[float]:
         async with tensor_stores.opened(tmp_path, gpu_memory=3 * tensor_stores.CHUNK, device=DEVICE) as store:

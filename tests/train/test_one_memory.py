@@ -17,7 +17,7 @@ from tierstore.train.engine import Engine
 
 @pytest.fixture(scope="module")
 def expected() -> Run:
-    """Four steps with room for all."""
+    """Four steps with room for everything."""
     return train(tiny(), tokens(4), TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), max_grad_norm=1.0)
 
 
@@ -77,7 +77,7 @@ def test_ranks_train_as_with_two_budgets(tmp_path: Path) -> None:
 
 
 def test_ranks_with_unequal_memory_have_equal_gpu_tiers(tmp_path: Path) -> None:
-    """What is fetched when depends on it, and must be the same."""
+    """The order of fetches depends on the size of the GPU tier, and must be the same at all ranks."""
     memories = {"less": ["4500KiB", "4500KiB"], "more": ["24MiB", "24MiB"], "unequal": ["24MiB", "4500KiB"]}
     calls = [call(f"{tmp_path}/{name}", memory) for name, memory in memories.items()]
     less, more, unequal = run_in_turn(2, sharing.divide, calls)
@@ -89,5 +89,5 @@ def test_ranks_with_unequal_memory_have_equal_gpu_tiers(tmp_path: Path) -> None:
 def test_the_smallest_memory_that_ranks_are_told_fits(codec: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="smallest that fits is") as refused:
         run_ranks(2, sharing.divide, f"{tmp_path}/none", ["1", "1"], codec=codec)
-    least = str(max(map(int, re.findall(r"fits is (\d+) B", str(refused.value)))))  # parts are not equal
+    least = str(max(map(int, re.findall(r"fits is (\d+) B", str(refused.value)))))  # the ranks' parts are not equal
     assert run_ranks(2, sharing.divide, f"{tmp_path}/least", [least, least], codec=codec)[0] > 0

@@ -1,4 +1,4 @@
-"""Models that an engine or a store cannot take: one sentence with the name, before anything is changed."""
+"""Models that an engine or a store cannot take are refused by name, before anything is changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 
 def refused(model: nn.Module, folder: Path, said: str) -> None:
-    """Before a directory is made, and with all weights left as they are."""
+    """The engine refuses the model before it makes a directory, and leaves all weights as they are."""
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ConfigError, match=said), opened(WAY, folder, model=model):
         pass
@@ -92,7 +92,7 @@ def test_a_model_that_another_engine_has_taken_is_refused(is_closed: bool, tmp_p
             pass
         if not is_closed:
             run.until(2)
-    if is_closed:  # also where the weights come from the store
+    if is_closed:  # also when the weights come from the store
         with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path / "first", model=run.engine.model):
             pass
         with opened(WAY, tmp_path / "first") as run:
@@ -122,7 +122,7 @@ class OfModule:
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_module_is_a_source(is_own: bool, tmp_path: Path) -> None:
-    """Also the very model that is trained, whose memory goes while the source is read; with a number as a parameter."""
+    """Also the trained model itself, whose memory is released while the source is read. One parameter is a scalar."""
 
     def make() -> nn.Module:
         model = WAY.model()

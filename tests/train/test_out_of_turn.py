@@ -1,4 +1,4 @@
-"""What a loop does out of turn comes out right, or is refused by name: no crash, no wrong weights in silence."""
+"""Calls that a loop makes out of turn give right results or an error with a name: no crash, no silent wrong weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 class Failing:
-    """`loss_of`, which fails at one of its calls."""
+    """`loss_of` that fails at its call number `at`."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -76,7 +76,7 @@ class Failing:
 
 
 def tight_engine(folder: Path, update: str = "forward", model: nn.Module | None = None, **options: Any) -> Engine:
-    """With the smallest budgets: nothing stays on the device that is not in use."""
+    """With the smallest budgets: only what is in use stays on the device."""
     model = Net() if model is None else model
     gpu, cpu = smallest_budgets(model, nvme=["unused"], update=update, **options)
     tiers = disk(folder, gpu_memory=gpu, cpu_memory=cpu)
@@ -96,7 +96,7 @@ def check_weights(engine: Engine, model: nn.Module) -> None:
 def train_both(
     engine: Engine, model: nn.Module, data: list[torch.Tensor], before: Callable[[torch.Tensor], None] = lambda x: None
 ) -> None:
-    """By the engine and by plain torch, to the same weights; before each step something else may come."""
+    """Train by the engine and by plain torch, to the same weights; `before` is called before each step."""
     optimizer = plain(model)
     for x in data:
         before(x)
@@ -167,7 +167,7 @@ def test_weights_that_a_broken_backward_has_half_changed_are_not_given_away(upda
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_path: Path) -> None:
-    """What one reads while the other steps would be of two steps."""
+    """A thread that reads while the other one steps would get weights of two steps."""
     x, is_inside, may_go = batches(1)[0], threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
@@ -222,7 +222,7 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
 def test_hooks_of_backward_may_look_in_also_where_autograd_runs_them_in_a_thread_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it does on a GPU, and on a CPU where backwards are nested deeper than 60."""
+    """Autograd does so on a GPU, and on a CPU when backwards are nested more than 60 deep."""
     backward, names, seen = torch.Tensor.backward, [], []
 
     class Nested(torch.autograd.Function):
@@ -357,7 +357,7 @@ def test_a_train_step_that_failed_is_given_again(options: dict[str, Any], schedu
 def test_weights_that_found_no_room_on_the_device_are_asked_for_again(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a large batch takes of a GPU is free when a smaller one is tried."""
+    """GPU memory that a large batch took is free again when a smaller batch is tried."""
     full, allocate = threading.Event(), CpuDevice.allocate
 
     def allocate_if_not_full(*given: Any) -> None:
@@ -415,7 +415,7 @@ def test_gradients_of_before_a_train_step_that_fails_are_not_forgotten_in_silenc
     with engine.no_sync():
         engine.backward(loss_of(engine(data[0])))
     with pytest.raises(ValueError, match="out of memory"):
-        engine.train_step(data[1:], Failing(at=1))  # nothing of its own is there
+        engine.train_step(data[1:], Failing(at=1))  # before it has gradients of its own
     with pytest.raises(ValueError, match="out of memory"):
         engine.train_step(data[1:], Failing(at=2))
     with pytest.raises(ClosedError, match="broken off by ValueError"):
@@ -493,7 +493,7 @@ def test_who_hears_of_a_step_may_close_the_engine_and_the_step_is_committed(tmp_
 def test_a_change_that_a_callback_makes_is_committed_with_its_step_and_not_before(
     change: str, tmp_path: Path
 ) -> None:
-    """Or what later callbacks do would not be in the generation of their step."""
+    """Otherwise the generation of the step would lack what later callbacks do."""
     x = batches(1)[0]
 
     def halve(report: StepReport) -> None:
@@ -710,7 +710,7 @@ def test_a_loss_of_weights_that_were_gathered(tmp_path: Path) -> None:
 
 
 class Shuffled(nn.Module):
-    """Goes through its blocks in the order that it is told, and leaves some out."""
+    """Calls the blocks that `order` names, in that order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -727,7 +727,7 @@ class Shuffled(nn.Module):
 def test_weights_of_a_block_that_the_last_step_left_out_can_be_read() -> None:
     model = Shuffled()
     with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), AdamWConfig(), update="step") as engine:
-        for count in (12, 6):  # a shorter way than the last one
+        for count in (12, 6):  # the second step calls fewer blocks than the first
             model.order = list(range(count))
             engine.backward(loss_of(engine(torch.ones(4, 64))))
             engine.step()
@@ -750,7 +750,7 @@ def test_what_backward_leaves_is_left_in_the_order_of_the_next_forward(tmp_path:
 def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
     accumulate: int, way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Updates that read ahead have borrowed them, and wait for gradients that may never come."""
+    """Updates that read ahead have borrowed these places, and wait for gradients that may never come."""
     borrowed, recalled = Counter[int](), Counter[int]()
     place_for, recall, step = TripLeases._place_for, Trip.recall, 0
 
@@ -766,7 +766,7 @@ def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
     monkeypatch.setattr(TripLeases, "_place_for", noted_place)
     monkeypatch.setattr(Trip, "recall", noted_recall)
     model, ours = Shuffled(), Shuffled()
-    model.order = ours.order = ours.order[::way]  # -1: the first one registered is complete first
+    model.order = ours.order = ours.order[::way]  # -1: the block registered first gets its gradient first
     optimizer, draw = plain(model), random.Random(1)
     generator = torch.Generator().manual_seed(1)
     gradient_bytes = 12 * 20480
@@ -774,7 +774,7 @@ def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
     tiers = disk(tmp_path, gpu_memory=gradient_bytes + 2 * 20480, cpu_memory=cpu + gradient_bytes)
     with Engine(ours, tiers, AdamWConfig(lr=1e-2), update="speculative", max_grad_norm=1e3) as engine:
         for step in range(12):
-            # As recorded three times, then back to front, then any and not all.
+            # Three steps in one order, one in the reverse order, then nine blocks in random order.
             model.order = ours.order = {3: ours.order[::-1]}.get(step, ours.order)
             if step > 3:
                 model.order = ours.order = draw.sample(range(12), 9)
@@ -788,11 +788,11 @@ def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
             optimizer.zero_grad()
         check_weights(engine, model)
     if accumulate == 1:
-        assert borrowed[1] + borrowed[2] > 2  # how far ahead updates get is for threads to decide
+        assert borrowed[1] + borrowed[2] > 2  # how far ahead updates get depends on the timing of threads
         assert not recalled[1] + recalled[2]
         assert recalled[3] > 0
     else:
-        assert not borrowed.total()  # they would have to go for the first micro-batch
+        assert not borrowed.total()  # the first micro-batch's gradients would need their places back
 
 
 SKIPPING = [
@@ -802,7 +802,7 @@ SKIPPING = [
 
 
 def test_a_step_without_a_block_is_no_short_way_to_the_next(tmp_path: Path) -> None:
-    """Nobody has waited in it for the update before: the next one waits for that, and for what this one did."""
+    """In such a step nobody waits for the block's last update: the next step must wait for that and for this step's."""
     weights = []
     for update, memory in (("step", ("64MiB", "64MiB")), *[("speculative", (290560, 201984))] * 3):
         generator = torch.Generator().manual_seed(1)
@@ -817,7 +817,7 @@ def test_a_step_without_a_block_is_no_short_way_to_the_next(tmp_path: Path) -> N
 
 
 class Named(nn.Parameter):
-    """A subclass that a library brought."""
+    """A subclass as a library may bring."""
 
 
 def test_a_subclass_of_parameter_is_guarded_too(tmp_path: Path) -> None:
@@ -941,7 +941,7 @@ class ShowsAWeight(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.before()
-        repr(next(self.blocks[0].parameters()))  # it has gone for those after it
+        repr(next(self.blocks[0].parameters()))  # its group has left the device for the groups after it
         return super().forward(x)
 
 
@@ -1004,7 +1004,7 @@ def test_a_backward_without_a_forward_is_refused_and_harms_nothing(update: str, 
 
 
 def test_a_gradient_that_waits_for_memory_says_so(tmp_path: Path) -> None:
-    """An update may have read ahead, and wait for that gradient with the memory that another update needs."""
+    """An update that read ahead may wait for that gradient and hold memory that another update needs."""
     with tight_engine(tmp_path, "backward") as engine:
         parts = engine._parts
         gradients = parts.store.gradients[0]
@@ -1018,7 +1018,7 @@ def test_a_gradient_that_waits_for_memory_says_so(tmp_path: Path) -> None:
             second = asyncio.ensure_future(
                 gradients.accept([Arrival(1, pieces, Reached(), is_final=True, is_streaming=True)])
             )
-            for _ in range(5):  # turns of the loop: it begins, asks, waits
+            for _ in range(5):  # turns of the event loop: `second` begins, asks, waits
                 await asyncio.sleep(0)
             was_told = list(heard)
             gradients.drop(0, 0)
@@ -1113,7 +1113,7 @@ def test_a_group_is_in_use_or_not_for_a_whole_decision() -> None:
 
 
 def test_the_memory_of_a_gradient_is_given_back_in_a_thread(tmp_path: Path) -> None:
-    """Not on the loop, where others would wait for that."""
+    """Not on the event loop, where other tasks would wait meanwhile."""
     ended: list[str] = []
 
     class Watched(torch.Tensor):
@@ -1216,7 +1216,7 @@ def test_an_evaluation_takes_no_time_of_the_step_that_follows() -> None:
 
 
 class Tapped(nn.Module):
-    """Reads its weights once more in backward, past what autograd saves."""
+    """Reads its weights once more in backward, in a hook and not through tensors that autograd saved."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ US = 1e-6
 
 
 class Recorded:
-    """A reducer of two parameters, whose collectives take what they are told: every look at the clock is a second."""
+    """A reducer of two parameters, with collectives that end at set times; each reading of its clock takes a second."""
 
     def __init__(self) -> None:
         self.module = nn.Linear(3, 2)
@@ -78,7 +78,7 @@ def test_a_recorded_step_by_hand(recorded: tuple[Recorded, OverlapProfiler]) -> 
     assert summary.hidden_share == pytest.approx(1 - 5.5 / 6.5)
     first, second = summary.buckets
     assert (first.communication_s, first.exposed_s, first.hidden_share) == (4, 3, 0.25)
-    assert (second.communication_s, second.exposed_s) == (2.5, 2.5)  # the rest it waited for the first
+    assert (second.communication_s, second.exposed_s) == (2.5, 2.5)  # before that it waited for the first
 
 
 def test_time_of_a_step_can_be_marked(recorded: tuple[Recorded, OverlapProfiler]) -> None:
@@ -126,7 +126,7 @@ def test_closed_it_leaves_the_module_alone() -> None:
 def test_real_steps_of_a_reducer() -> None:
     (summary, names, report), _ = run_ranks(2, profiled, 5)
     assert summary.steps == 5
-    assert [len(bucket) for bucket in names[0]] == [6, 6]  # of 12 parameters; the one that reaches the cap is in
+    assert [len(bucket) for bucket in names[0]] == [6, 6]  # of 12 parameters; the one that reaches the cap is included
     assert sum(row.nbytes for row in summary.buckets) == LAYERS * LAYER_BYTES
     assert 0 < summary.compute_s < summary.seconds
     assert 0 <= summary.exposed_s <= summary.communication_s
@@ -153,7 +153,7 @@ def test_a_trace_of_ddp(traces: dict[str, Path]) -> None:
     assert len(profiler.steps) == 3
     step = profiler.steps[-1]
     sizes = [event.nbytes for event in step.timeline.events]
-    assert sum(sizes) == LAYERS * LAYER_BYTES  # and not the map of used parameters
+    assert sum(sizes) == LAYERS * LAYER_BYTES  # without the map of used parameters
     assert len(sizes) >= 3
     assert len(step.measured.gradients) == 2 * LAYERS
     assert [len(one.measured.pauses) > 0 for one in profiler.steps] == [True] * 3
@@ -161,7 +161,7 @@ def test_a_trace_of_ddp(traces: dict[str, Path]) -> None:
     assert step.gathers == ()
     for one in profiler.steps:
         assert 0 < one.timeline.compute_s < one.seconds
-        # Not `end_s <= seconds`: gloo wakes who waits for a collective before it notes the end of it.
+        # Not `end_s <= seconds`: gloo wakes the waiter of a collective before it records the collective's end.
         assert all(event.ready_s <= event.start_s < min(event.end_s, one.seconds) for event in one.timeline.events)
         assert 0 <= one.timeline.hidden_share <= 1
         for bucket, event in zip(one.measured.buckets, one.timeline.events):
@@ -201,12 +201,12 @@ FLOAT, INT = {"Input type": ["float"]}, {"Input type": ["int"]}
 
 
 def event(name: str, start: float, seconds: float, category: str = "cpu_op", thread: int = 1, **args: Any) -> Any:
-    """Microseconds."""
+    """A trace event; `start` and `seconds` are in microseconds."""
     return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": seconds, "tid": thread, "args": args}
 
 
 def cuda_trace(path: Path, *, stream: int = 20, waits: bool = False) -> Path:
-    """Host: two gradients queued in 100 us. Device: kernels of 1 ms each; NCCL on a stream of its own, or not."""
+    """The host queues two gradients in 100 us; their kernels take 1 ms each in stream 7, NCCL runs in `stream`."""
     shape = {"Input Dims": [[250_000]], "Input type": ["float"]}
     events = [
         event("ProfilerStep#7", 0, 5000, "user_annotation"),
@@ -251,7 +251,7 @@ def test_collectives_on_the_stream_of_the_compute_are_seen(tmp_path: Path) -> No
 
 
 def test_threads_of_gloo_overtake_each_other(tmp_path: Path) -> None:
-    """The first bucket's thread began last, and the map of used parameters before the last bucket."""
+    """The first bucket's collective began last, and that of the map of used parameters before the last bucket's."""
     events = []
     for at, elements in ((10, 192), (20, 36_864), (30, 192), (40, 36_864)):
         events.append(event("torch::autograd::AccumulateGrad", at, 2, **{"Input Dims": [[elements]], **FLOAT}))
@@ -306,7 +306,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_events_that_no_profiler_writes(tmp_path: Path, case: str) -> None:
-    """They are left out, or what they say is."""
+    """Such events are left out, or only their bad fields."""
     with gzip.open(cuda_trace(tmp_path / "trace.json.gz")) as file:
         events = json.load(file)["traceEvents"]
     (tmp_path / "trace").write_text(json.dumps([*events, *({**one, **HOSTILE[case]} for one in events)]))

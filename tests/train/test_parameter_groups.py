@@ -1,4 +1,4 @@
-"""Parameter groups of the engine's optimizer: which parameters and options they may have, and that they stay so."""
+"""Parameter groups of the engine's optimizer: allowed parameters and options; their members may not change later."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_another_optimizer_that_would_train_nothing_is_refused(tmp_path: Path) -
 
 
 def two_groups(model: nn.Module, moved: str | None = None) -> list[dict[str, Any]]:
-    """Weights and biases, the parameter `moved` with the others."""
+    """A group of weights and one of biases, with the parameter `moved` in the wrong one."""
     found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in model.named_parameters():
         found[name.endswith("bias") is not (name == moved)].append(parameter)
@@ -116,7 +116,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 class TestMembers:
-    """Of groups that are loaded are those of now."""
+    """Groups that are loaded must have the same members as the groups of now."""
 
     def load(self, optimizer: TieredOptimizer, state: dict[str, Any], way: str) -> None:
         if way == "load_state_dict":
@@ -166,7 +166,7 @@ def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
 
 
 class TestUpdatesOfAGroup:
-    """Elements `[start, stop)` with the coefficients that they get, of one block of two layers."""
+    """A block of two layers: its ranges of elements `[start, stop)`, and the coefficients that each gets."""
 
     names = ("0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias")  # of 12, 4, 20 and 5 elements
 
@@ -200,7 +200,7 @@ class TestUpdatesOfAGroup:
         assert self.parts(stepper) == [(0, 16, decay, 1), (16, 41, decay, 2)]
 
     def test_a_rank_gets_its_part(self) -> None:
-        """Ranks share a group after the optimizer is made."""
+        """A group is divided among ranks after the optimizer is made."""
         stepper, decay = self.stepper(is_split=True), AdamWConfig().weight_decay
         self.group.spec = shard(self.group.spec, 1, 2, 10)
         assert self.parts(stepper) == [(0, 6, decay, 1), (6, 11, 0.0, 1)]  # from element 30 on

@@ -1,4 +1,4 @@
-"""A power cut while two ranks write one store: both go on from a generation that was published, or the one before."""
+"""A power cut while two ranks write one store: both go on from the last durable generation, or a newer whole one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_at_any_instant_of_both(tmp_path: Path) -> None:
-    """The bytes that one has synced and the other not, at every change that either makes; some of them go on."""
+    """Cuts around every change of either rank, when one may have synced and the other not; a few of them go on."""
     (expected, weights), (expected_1, _) = run_ranks(2, states, STEPS)
     folder = tmp_path / "run"
     folder.mkdir()
@@ -27,7 +27,7 @@ def test_at_any_instant_of_both(tmp_path: Path) -> None:
     assert {change.kind for change in second} >= {"write", "sync"}
     left = list(images(StoreDisk(folder, found), journal))
     begun = []
-    for number, image in enumerate(left):  # a store of two opens on one
+    for number, image in enumerate(left):  # one rank can open the store of two
         with make_engine(image.restore(tmp_path / str(number)), {"backend": QuickBackend()}) as engine:
             begun.append(engine.step_count)
             assert engine.step_count >= image.known, f"the cut after {image.at} changes lost a published generation"

@@ -1,4 +1,4 @@
-"""What the engine says of itself is what happens: bytes at the backend, pages in the cache, budgets, the depth."""
+"""The engine's own figures are what happens: bytes at the backend, pages in the cache, budgets, prefetch depth."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def steps(engine: Engine, count: int, passes: int = 1) -> list[Any]:
 
 
 def traffic(make: Callable[[], Engine], passes: int = 1) -> tuple[Engine, float, float]:
-    """A closed engine, and the bytes read and written per step: what a longer run moves more than a shorter one.
+    """A closed engine, and the bytes read and written per step: the difference between a longer and a shorter run.
 
-    A flush within a run would change what follows, since it applies updates that wait for the next forward.
+    A flush within one run would change what follows, because it applies updates that wait for the next forward.
     """
     totals = []
     for count in (WARM_UP, WARM_UP + COUNTED):
@@ -98,8 +98,8 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, cpu_m
     engine, read, written = traffic(make)
     placement, order = engine.placement, engine._parts.access.order
     if update in ("forward", "delayed"):
-        # A lazy update hands new weights to the forward that asks for them, so only backward loads from the disk: what
-        # forward had dropped. Three blocks fit, and one of them is the next one.
+        # A lazy update hands new weights to the forward that asks for them, so only backward loads weights from the
+        # disk: those that forward had dropped. Three blocks fit, one of which is fetched ahead.
         loads = (1, 1, 1, 1, 0, 0)
     else:
         visits = tuple(Visit(group, GROUP_BYTES, 0.01) for group in order)
@@ -111,9 +111,9 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, cpu_m
         kept = [g for g in range(BLOCKS) if placement.gradient_home[g] is Tier.CPU]
         kept_bytes = sum(placement.gradient_bytes(g, c) for g in kept for c in range(placement.chunk_count(g)))
     if update == "speculative":
-        # Now and then, in either of the two runs, a chunk is read once more or once less, as a race between updates and
-        # what reads ahead ends: seen in 3 of 36 runs, with three of them at a time. And a spilled gradient for which
-        # its update waits is not read again.
+        # In either of the two runs a chunk may be read once more or once less, because updates race with trips that
+        # read ahead: seen in 3 of 36 runs, with three of them at a time. And a spilled gradient for which its update
+        # already waits is not read again.
         more_bytes = 4 * GROUP_BYTES / COUNTED
         assert -plan.read[Kind.GRADIENTS] - more_bytes <= read - plan.read_bytes <= more_bytes, loads
     else:
@@ -163,7 +163,7 @@ def test_micro_batches_that_are_announced_write_fewer_gradients(
     [("step", 3), ("forward", 0), ("backward", 0), ("backward", 40)],
 )
 def test_gradients_that_are_kept_are_written_once(tmp_path_factory: Any, update: str, more: int) -> None:
-    """`more`: groups that the GPU tier has room for beside all weights."""
+    """`more`: groups that the GPU tier has room for beside all weights and four groups."""
     passes = 2
     _, cpu = smallest_budgets(model(), nvme=["unused"], update=update)
 
@@ -178,7 +178,7 @@ def test_gradients_that_are_kept_are_written_once(tmp_path_factory: Any, update:
     kept = kept_gradients(engine.placement)
     plan = step_traffic(engine.placement, StepPattern((0,) * BLOCKS, micro_batches=passes, kept_gradients=kept))
     assert written == plan.written_bytes
-    # In backward an update that waits already takes the last part of a gradient from memory, in either of the two runs.
+    # Under backward, in either of the runs, an update that already waits takes its gradient's last part from memory.
     fewer = plan.read[Kind.GRADIENTS] // passes if update == "backward" else 0
     assert -(WARM_UP + COUNTED) * fewer <= read - plan.read_bytes <= WARM_UP * fewer
     assert len(kept) == min(2 + more, BLOCKS)
@@ -249,9 +249,9 @@ def test_no_tier_exceeds_its_budget_at_any_moment(disk_path: Path, update: str, 
 
 
 class SlowDisk(Backend):
-    """A disk with a rate, on a clock that runs for the training thread when it computes, for all others when it reads.
+    """A disk with a rate. The clock of the training thread advances when it computes, that of all others with reads.
 
-    One clock for both would count what is read behind a block as time of the block.
+    One clock for both would count reads that hide behind a block as compute time of the block.
     """
 
     def __init__(self) -> None:
@@ -276,9 +276,9 @@ class SlowDisk(Backend):
 
 
 def test_a_disk_ten_times_slower_changes_the_depth_of_the_running_engine(disk_path: Path) -> None:
-    """Two large blocks of 1.05 MB, of which one fits, and three small ones of 4 ms before each.
+    """Two large blocks of 1.05 MB, of which one fits, and before each of them three small blocks of 4 ms.
 
-    At 1 GB/s a large block is read behind one small one (1 ms), at 0.1 GB/s (10 ms) it takes all three.
+    At 1 GB/s the read of a large block (1 ms) hides behind one small block, at 0.1 GB/s (10 ms) it takes all three.
     """
     disk = SlowDisk()
     torch.manual_seed(0)

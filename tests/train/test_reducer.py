@@ -1,4 +1,4 @@
-"""The reducer does what DDP does, bit for bit, in place, early, and under backward."""
+"""The reducer gives the results of DDP bit for bit; it reduces in place, early, and hidden under backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYER_S = 0.015
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, list[Any]]:
-    """By case and rank: whether all is the same, and the two layouts. A third of a sum is rounded."""
+    """By case and rank: whether all is bit-identical, and both layouts. With three ranks averages are rounded."""
     calls = [call(*case) for case in CASES.values()]
     return dict(zip(CASES, run_in_turn(3, same_as_ddp, calls), strict=True))
 
@@ -70,12 +70,12 @@ def test_launched_early_and_in_place() -> None:
 
 @pytest.fixture(scope="module")
 def at_once() -> list[dict[str, Any]]:
-    """What each rank saw of a backward with as much communication, in ten buckets."""
+    """What each rank measured in a backward that communicates as long as it computes, in ten buckets."""
     return run_ranks(2, hidden, LAYERS, LAYER_S)
 
 
 def test_hidden_under_backward(at_once: list[dict[str, Any]]) -> None:
-    """All but the last bucket can be hidden."""
+    """All buckets except the last can be hidden."""
     for found in at_once:
         communication_s = LAYERS * LAYER_S
         share = 1 - (found["both_s"] - found["alone_s"]) / communication_s
@@ -87,7 +87,7 @@ def test_hidden_under_backward(at_once: list[dict[str, Any]]) -> None:
 
 
 def test_delayed_hides_what_is_left(at_once: list[dict[str, Any]]) -> None:
-    """The last bucket, too, is under something, for backward is over before it: what it costs in bytes, and gains."""
+    """Backward does not wait for the last bucket, so that one is hidden, too; this costs a second set of buckets."""
     before, delayed = at_once[0], run_ranks(2, hidden, LAYERS, LAYER_S, True)[0]
     left_s = [found["record"].buckets[-1].done_s - found["record"].ended_s for found in (before, delayed)]
     extra = delayed["extra_bytes"]
@@ -107,7 +107,7 @@ def test_in_flight() -> None:
 
 
 def test_bucket_size_follows_the_cost_model() -> None:
-    """More in flight hide no fixed cost: collectives of one group take turns."""
+    """More collectives in flight do not hide the fixed cost of each: those of one group run one after another."""
     for free, dear, between in run_ranks(2, suited):
         assert max(len(names) for names in free) == 1
         assert len(dear) == 1

@@ -1,4 +1,4 @@
-"""Every gradient is counted, nobody waits for ever, and what cannot work says so by name."""
+"""Every gradient is counted, no rank waits for ever, and an error names what cannot work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tierstore.trace import Tracer
 from tierstore.train.data_parallel.launching import Launcher
 
 TIMEOUT_S = 2.0
-REPORT_S = 4.0  # to find out who is missing: a few heart beats
+REPORT_S = 4.0  # to find out which rank is missing: a few heart beats
 
 
 def test_two_of_one_bucket_in_both_orders_and_one_late() -> None:
@@ -86,7 +86,7 @@ def test_parameters_of_every_kind() -> None:
 
 
 def test_after_a_backward_that_failed() -> None:
-    """Before its first gradient it costs nothing; later the reducer says that it cannot go on, again and again."""
+    """A failure before the first gradient costs nothing; after a later one each backward says that it cannot go on."""
     both = run_in_turn(2, failed, [call(by_reducer) for by_reducer in (False, True)])
     for early, late in itertools.chain(*both):
         assert early == [True, True]
@@ -106,7 +106,7 @@ def test_a_loss_that_autograd_refuses_costs_nothing(alone: object) -> None:
 
 
 def test_what_another_reducer_has_may_be_frozen_in_a_module(alone: object) -> None:
-    """As a discriminator behind the generator; and a reducer that cannot be made closes none."""
+    """As a discriminator behind the generator. And a reducer that cannot be made closes no other reducer."""
     judge, maker, x = nn.Linear(2, 1), nn.Linear(2, 2), torch.ones(1, 2)
     with GradientReducer(judge) as first:
         judge.requires_grad_(False)
@@ -150,7 +150,7 @@ def test_a_lost_rank_is_named_in_time(sign: signal.Signals, kind: str, victim: i
         assert said is not None, outcome.error
         assert float(said[1]) < TIMEOUT_S + REPORT_S
         assert "bucket" in said[2] or "used parameters" in said[2]
-        assert str(victim) in said[3].split(", ")  # the other one may have reported and ended already
+        assert str(victim) in said[3].split(", ")  # another rank may have reported and ended, and be named, too
 
 
 @pytest.fixture
@@ -160,8 +160,8 @@ def alone(tmp_path: object) -> object:
         distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
         yield
         distributed.destroy_process_group()
-        # A reducer is a ring of objects: in the fork of a later test, the end of its group would hang. It is of the
-        # youngest generation still; to look at all that there is takes 0.6 s.
+        # A reducer is a cycle of objects: if the fork of a later test collected it, the end of its group would hang.
+        # It is still in the youngest generation; a full collection takes 0.6 s.
         gc.collect(0)
 
 
@@ -188,7 +188,7 @@ def test_options_that_cannot_work(alone: object) -> None:
 
 
 def test_a_module_has_one_reducer_at_a_time(alone: object) -> None:
-    """Two would divide its gradients twice: as where a cell of a notebook is run again, or a part is shared."""
+    """Two would divide its gradients twice, as when a notebook cell is run again, or two modules share a part."""
     shared, x = nn.Linear(2, 2), torch.ones(1, 2)
     first, second = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(2, 2))
     before = GradientReducer(first)
@@ -230,7 +230,7 @@ def test_newcomers_are_refused_also_where_no_graph_is_searched(
 
 
 def test_a_delayed_reducer_loses_nothing_in_its_first_steps(alone: object) -> None:
-    """When its buckets are made anew, too."""
+    """Also when its buckets are rebuilt."""
     module, x = nn.Linear(2, 2), torch.ones(1, 2)
     with GradientReducer(module, delayed=True) as reducer:
         reducer.backward(reducer(x).sum())
@@ -324,10 +324,10 @@ def test_a_parameter_that_was_frozen_is_named(alone: object) -> None:
 
 @pytest.mark.parametrize("way", ["added", "replaced"])
 def test_a_parameter_that_came_later_is_named(alone: object, way: str) -> None:
-    """Each rank would go on with a gradient of its own."""
+    """Otherwise each rank would go on with a gradient of its own."""
     module, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     with GradientReducer(module) as reducer:
-        reducer.backward(other(reducer(torch.ones(1, 2))).sum())  # parameters of another module are no matter
+        reducer.backward(other(reducer(torch.ones(1, 2))).sum())  # parameters of another module do not matter
         if way == "added":
             module.append(nn.Linear(2, 2))
         else:
@@ -345,7 +345,7 @@ def test_a_gradient_that_is_gone_is_not_called_sparse(alone: object) -> None:
 
 
 class GivesWeight(nn.Module):
-    """One of its outputs is a parameter, and one of its functions keeps something under a name of autograd's."""
+    """One of its outputs is a parameter, and a function of its has an attribute `variable`, as nodes of autograd do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def test_a_parameter_as_output(alone: object) -> None:
             x, weight = reducer(torch.ones(2))
             (x * weight).sum().backward()
             assert module.weight.grad.tolist() == [1, 1]
-        assert not module.weight._backward_hooks  # one for each forward would stay
+        assert not module.weight._backward_hooks  # otherwise one hook for each forward would stay
 
 
 def test_outputs_without_a_backward_are_let_go(alone: object) -> None:

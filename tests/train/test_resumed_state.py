@@ -107,7 +107,7 @@ def test_other_hyper_parameters_are_not_used_and_that_is_told(tmp_path: Path) ->
     with opened(WAY, tmp_path) as run:
         run.step()
     other = AdamWConfig(lr=0.5, eps=1e-6)
-    for _ in range(2):  # the second time, too, the store knows what it was made with
+    for _ in range(2):  # the second time, too, the store knows the options that it was made with
         with opened(WAY, tmp_path, optimizer=other) as run:
             rate = run.engine.optimizer.param_groups[0]["lr"]
             said = rf"not used: lr=0.5 \(here it is {rate}\) in parameter_groups\[0\]; eps=1e-06 \(here it is 1e-08\) "
@@ -118,12 +118,12 @@ def test_other_hyper_parameters_are_not_used_and_that_is_told(tmp_path: Path) ->
             assert run.engine.optimizer.param_groups[0]["eps"] == 1e-8
     with opened(WAY, tmp_path, optimizer=other) as run:
         run.engine.optimizer.param_groups[0].update(lr=0.5, eps=1e-6)
-        run.step()  # nothing is told: it is what was asked for
+        run.step()  # no warning: the options are those asked for
     only_the_rate = r"not used: lr=0.5 \(here it is \S+\) in parameter_groups\[0\]\. "
     with opened(WAY, tmp_path, optimizer=other) as run, pytest.warns(UnusedOptionWarning, match=only_the_rate):
         run.step()
     with opened(WAY, tmp_path) as run:
-        run.step()  # nothing: a rate that was set, or that a schedule has changed, is what is to go on
+        run.step()  # no warning: a rate that was set, or that a schedule has changed, is meant to go on
 
 
 def without_what_is_new(state: Any, name: str = "state") -> Any:
@@ -132,7 +132,7 @@ def without_what_is_new(state: Any, name: str = "state") -> Any:
 
 
 def test_a_store_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not say what it was made with, so nothing is said of that, then or later; its schedule goes on."""
+    """It does not say which options it was made with, so none are warned of, then or later; its schedule goes on."""
     warm_up = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
     with monkeypatch.context() as patch, opened(WAY, tmp_path, lr_scheduler=warm_up) as run:
         patch.setattr(capture, "plain", without_what_is_new)
@@ -164,7 +164,7 @@ def test_options_of_several_groups_that_are_not_used_are_named_once(tmp_path: Pa
 
 
 def test_another_schedule_begins_and_that_is_told(tmp_path: Path) -> None:
-    """Not with the state of one that it knows nothing of."""
+    """The new schedule does not get the state of the old one, which is of another kind."""
     with opened(WAY, tmp_path) as run:
         run.until(2)
     base = 0.01 * 0.9**2
@@ -178,7 +178,7 @@ def test_another_schedule_begins_and_that_is_told(tmp_path: Path) -> None:
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.25)
     with opened(WAY, tmp_path, lr_scheduler=None) as run, pytest.warns(UserWarning, match="stays as it was"):
         run.step()
-    with opened(WAY, tmp_path, lr_scheduler=halves) as run:  # it has stayed, and what it is, too
+    with opened(WAY, tmp_path, lr_scheduler=halves) as run:  # its state has stayed in the store, and its kind
         run.step()
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.125)
     with opened(WAY, tmp_path, lr_scheduler=None) as run, pytest.warns(UserWarning, match="stays as it was"):
@@ -191,7 +191,7 @@ def test_a_schedule_that_ends_is_told_before_its_state_goes(tmp_path: Path) -> N
     with opened(WAY, tmp_path) as run:
         run.until(1)
     steps = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    said = "to keep that one, make the engine with it"  # an error here
+    said = "to keep that one, make the engine with it"  # warnings are errors in tests
     with opened(WAY, tmp_path, lr_scheduler=steps) as run, pytest.raises(UserWarning, match=said):
         run.engine.load_state_dict(run.engine.state_dict())
     with opened(WAY, tmp_path) as run:
@@ -200,7 +200,7 @@ def test_a_schedule_that_ends_is_told_before_its_state_goes(tmp_path: Path) -> N
 
 
 class FromInitialRate:
-    """A schedule whose state does not hold where it began; torch's optimizers do."""
+    """A schedule whose state lacks the rates that it began with; torch's optimizers hold them as `initial_lr`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.count = optimizer, 0
@@ -244,7 +244,7 @@ def test_a_fixed_loss_scale_is_the_one_that_is_given(tmp_path: Path) -> None:
         run.step()
         assert run.engine._generations._loss_scale.scale == 8.0
     with opened(WAY, tmp_path, loss_scale="dynamic") as run:
-        assert run.engine._generations._loss_scale.scale == 8.0  # where a dynamic one begins
+        assert run.engine._generations._loss_scale.scale == 8.0  # a dynamic scale begins with the fixed one
 
 
 def test_nothing_is_told_twice_nor_lost_where_warnings_are_errors(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_nothing_is_told_twice_nor_lost_where_warnings_are_errors(tmp_path: Path
 
 
 class Holding:
-    """A state with a scheduler somewhere in it."""
+    """Something to register that holds a scheduler."""
 
     def __init__(self, scheduler: Any, held: Any) -> None:
         self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
@@ -277,7 +277,7 @@ HOLDERS: Mapping[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize(("kind", "holder"), [("OneCycleLR", "an attribute"), *(("LinearLR", how) for how in HOLDERS)])
 def test_a_registered_scheduler_that_the_loop_steps_goes_on(kind: str, holder: str, tmp_path: Path) -> None:
-    """To make it sets the rates of a first step."""
+    """The construction of a scheduler sets the rates of a first step."""
     options = {"total_steps": 10, "max_lr": 0.1} if kind == "OneCycleLR" else {}
 
     def rates_of(folder: str, ends: Sequence[int]) -> list[float]:
@@ -332,7 +332,7 @@ def test_a_rate_stays_when_something_else_is_registered(is_scheduled: bool, tmp_
 
 
 def test_a_new_schedule_begins_from_the_rates_of_now(tmp_path: Path) -> None:
-    """Not from where one began that the loop has stepped."""
+    """Not from the initial rates of an earlier schedule that the loop stepped."""
     with opened(WAY, tmp_path, lr_scheduler=None) as run:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(run.engine.optimizer, 0.1)
         run.engine.on_step(lambda report: scheduler.step())
@@ -364,7 +364,7 @@ def test_a_scheduler_that_waits_for_a_metric_is_refused_at_construction(tmp_path
 
 
 class Growing(nn.Linear):
-    """Every forward adds to a buffer, and to what only `get_extra_state` tells."""
+    """Every forward extends a buffer, and raises a count that only `get_extra_state` tells."""
 
     def __init__(self) -> None:
         super().__init__(32, 32)
@@ -400,7 +400,7 @@ def test_buffers_that_have_grown_and_extra_states_are_resumed(tmp_path: Path) ->
 
 
 class Other(nn.Module):
-    """A buffer that becomes one of another dtype, or one that `copy_` cannot write."""
+    """Its buffer changes its dtype in forward, or begins as a tensor that `copy_` cannot write."""
 
     def __init__(self, start: torch.Tensor) -> None:
         super().__init__()

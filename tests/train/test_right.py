@@ -90,7 +90,7 @@ class UsedTwice(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()  # or a reentrant checkpoint has nothing to compute
+        x = x.requires_grad_()  # otherwise a reentrant checkpoint computes no gradients
         for layer in (*self.layers, *self.layers):
             x = x + checkpoint(layer, x, use_reentrant=True).tanh()
         return x
@@ -98,7 +98,7 @@ class UsedTwice(nn.Module):
 
 @pytest.mark.parametrize("is_tight", [True, False])
 def test_gradients_of_one_backward_are_added_in_the_order_of_torch(is_tight: bool, tmp_path: Path) -> None:
-    """One by one to those of the micro-batch before: bit for bit, wherever they are."""
+    """Each is added to the sum from the micro-batch before, one by one: bit for bit, wherever gradients are."""
     torch.manual_seed(0)
     model = UsedTwice()
     own, data = copy.deepcopy(model), [torch.randn(4, 16) for _ in range(8)]
@@ -202,7 +202,7 @@ def test_a_parameter_in_no_group_does_not_change(tmp_path: Path) -> None:
 
 # --- fp16 -----------------------------------------------------------------------------------------------------------
 
-LOUD, HALF_STEPS = 3, 8  # the step whose loss is out of fp16's range, of so many
+LOUD, HALF_STEPS = 3, 8  # the step whose loss is out of fp16's range; the number of steps
 
 
 def fp16_loss(model: Any, batch: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tierstore.train.ranks import is_nccl
 
 
 def test_weights_are_sent_as_they_are_and_only_told_of_as_objects() -> None:
-    """A view is pickled with all that it is a view of, and what is gathered comes from every rank."""
+    """A view is pickled with the whole tensor behind it, and a gather of objects brings one from every rank."""
     expected = tiny().state_dict()
     for told, weights in run_ranks(2, objects_told):
         assert max(told) < 2**14

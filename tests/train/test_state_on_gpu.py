@@ -1,4 +1,4 @@
-"""State that lives on the GPU tier and is updated there: the bits of everything in CPU memory, also of a store."""
+"""State that lives and is updated on the GPU tier: bit for bit as with everything in CPU memory, also over a store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 LONG_S, SHORT_S = 20.0, 0.1
 ALL, SOME = 2**23, 2_600_000
-"""Budgets in which all groups of the model in bf16 are updated on the GPU tier, and some."""
+"""Budgets with which all groups of the model in bf16 are updated on the GPU tier, and only some of them."""
 
 
 def on_gpu(directory: Path | None, gpu_memory: int = ALL, **options: Any) -> TierConfig:
@@ -72,7 +72,7 @@ def test_nor_with_several_micro_batches(dtype: str, codec: str, tmp_path: Path) 
 def test_guesses_that_are_wrong_are_made_good_where_they_were_made(
     gpu_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the GPU updates waited for the norm, the rest is done once more."""
+    """Groups that the GPU updates have waited for the norm; the updates of all others are redone."""
     redone = wrong_guesses(monkeypatch)
     monkeypatch.setattr(Speculation, "least", 0)
     tiers = on_gpu(tmp_path, gpu_memory)
@@ -82,7 +82,7 @@ def test_guesses_that_are_wrong_are_made_good_where_they_were_made(
 
 
 def test_half_precision_and_skipped_steps(tmp_path: Path) -> None:
-    """A loss scale that is too large at first: steps are skipped, and what was collected is dropped."""
+    """The loss scale is too large at first: steps are skipped, and the gradients collected in them are dropped."""
     runs = [
         train(tiny(torch.float16), tokens(5), tiers, loss_scale="dynamic", max_grad_norm=CLIP)
         for tiers in (on_gpu(tmp_path / "gpu"), disk(tmp_path / "cpu", gpu_memory="8MiB", cpu_memory="64MiB"))
@@ -148,7 +148,7 @@ def test_a_store_goes_on_with_state_at_another_home(first: str, second: str, in_
 
 
 def test_weights_changed_from_outside_are_updated_from_there(tmp_path: Path) -> None:
-    """By gathered, by load_state_dict, and read in the middle of a step, which takes the group off the device."""
+    """By gathered() and load_state_dict(); weights are also read within a step, which takes a group off the device."""
 
     def change(engine: Engine, step: int) -> None:
         with engine.gathered("blocks.0", modify=True), torch.no_grad():
@@ -180,7 +180,7 @@ def test_weights_changed_from_outside_are_updated_from_there(tmp_path: Path) -> 
 
 
 def test_an_update_that_fails_leaves_the_generation_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the chunks were updated in place: nobody may read them, and the store holds what it held."""
+    """Some chunks were updated in place by then: nobody may read them, and the store keeps its last generation."""
     calls: list[int] = []
 
     class Failing(HostArithmetic):
@@ -207,7 +207,7 @@ def test_what_a_device_cannot_do_is_refused_or_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HostArithmetic, "why_not", lambda *_: "Triton is not installed")
     with pytest.raises(ConfigError, match="state_on_gpu: state cannot be updated on cpu: Triton is not installed"):
         Engine(model_of("bf16"), on_gpu(None))
-    # As on a GPU, where nobody has asked for it.
+    # As on a GPU, when the user has not asked for state on it.
     for asked, told in ((None, "Triton is not installed"), (False, None)):
         tiers = TierConfig(device="cuda", gpu_memory="8MiB", cpu_memory="64MiB", state_on_gpu=asked)
         with Engine(model_of("bf16"), tiers) as engine:
@@ -258,7 +258,7 @@ class Blocks(nn.Module):
 
 @contextlib.contextmanager
 def engine_of_blocks(**options: Any) -> Iterator[tuple[Engine, Callable[[bool], float]]]:
-    """And what makes a backward pass and gives its loss."""
+    """An engine, and a function that makes a forward and a backward pass and returns the loss."""
     torch.manual_seed(0)
     tiers, inputs = on_gpu(None, cpu_memory="16MiB", update_threads=8, **options), torch.randn(4, 64)
     with Engine(Blocks(), tiers, AdamWConfig(lr=1e-2), update="forward", max_grad_norm=0.5) as engine:
@@ -272,7 +272,7 @@ def engine_of_blocks(**options: Any) -> Iterator[tuple[Engine, Callable[[bool], 
 
 
 def test_the_next_gradient_may_come_before_new_weights_are_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is added to, or begins anew, is not that of the step before."""
+    """It never joins the gradients of the step before, whether it is the first of its step or added to others."""
     copy_out, may_go = CpuDevice.copy_out_ranges, threading.Event()
 
     def late(*given: Any) -> None:
@@ -299,14 +299,14 @@ def test_the_next_gradient_may_come_before_new_weights_are_in_cpu_memory(monkeyp
 
 
 def test_a_load_that_began_before_the_update_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups leave between backward and step(), and a forward that ends early has some fetched again."""
+    """Groups leave the device between backward and step(), and a forward that ends early fetches some of them again."""
     copy_in, copy_out, adam = CpuDevice.copy_in, CpuDevice.copy_out_ranges, HostArithmetic.adam
     is_updated, is_loaded = threading.Event(), threading.Event()
     loads = itertools.count()
 
     def late(*given: Any) -> None:
-        if threading.current_thread().name.startswith("tierstore-io") and next(loads) > 0:  # ahead of their use
-            is_updated.wait(SHORT_S)  # which is in vain if the update waits for this
+        if threading.current_thread().name.startswith("tierstore-io") and next(loads) > 0:  # a prefetch
+            is_updated.wait(SHORT_S)  # in vain if the update waits for this load
         copy_in(*given)
         is_loaded.set()
 
@@ -347,7 +347,7 @@ def test_a_load_that_began_before_the_update_is_waited_for(monkeypatch: pytest.M
 
 
 def test_weights_that_somebody_has_a_view_of_are_set_where_they_are(tmp_path: Path) -> None:
-    """The group cannot leave the device: what is loaded, and what is taken back, is there as well."""
+    """The group cannot leave the device: loaded weights, and weights whose change is undone, appear there as well."""
     found = []
     for tiers in (on_gpu(None), TierConfig(gpu_memory="8MiB", cpu_memory="64MiB")):
         with Engine(model_of("bf16"), tiers, AdamWConfig(lr=1e-2), update="forward") as engine:
@@ -406,7 +406,7 @@ def test_close_gives_the_memory_back() -> None:
 
 
 class _Full(CpuDevice):
-    """A GPU with room for so many storages; what is pinned is in `pinned`."""
+    """A GPU with room for `most` storages; `pinned` is the memory that is pinned now."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ def test_memory_that_the_gpu_has_not_leaves_none_pinned(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("kind", "way"), [one for one in must.LATE if one[0] not in must.IN_ONE_PIECE])
 def test_models(kind: Any, way: tuple[str, float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that come twice, late, in part or not at all: the losses of plain torch."""
-    monkeypatch.setattr(must, "WIDTH", 16)  # tests of ranks make it larger
+    monkeypatch.setattr(must, "WIDTH", 16)  # `zero_models.py` makes it larger
     update, clip = way
     expected = train_plain(must.make(kind), must.batches(must.STEPS), must.loss_of, max_grad_norm=clip)
     tiers = on_gpu(tmp_path)

@@ -29,7 +29,7 @@ WIDTH = 16
 def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     device = LateDevice()
     monkeypatch.setattr("tierstore.train.assembly.open_device", lambda *_: device)
-    monkeypatch.setattr(must, "WIDTH", WIDTH)  # tests of ranks make it larger
+    monkeypatch.setattr(must, "WIDTH", WIDTH)  # `zero_models.py` makes it larger
     return device
 
 
@@ -44,7 +44,7 @@ def test_losses_are_those_of_plain_torch_and_nothing_races(
 
 
 def look_and_change(engine: Engine, step: int) -> None:
-    """Weights are read after each step, changed after the first, and all set after the second; a third one follows."""
+    """Read weights after each step, change some after the first, and load all after the second; a third one follows."""
     with engine.gathered("blocks.0", modify=step == 1), torch.no_grad():
         weight = engine.model.get_parameter("blocks.0.up.weight")
         assert weight.isfinite().all()
@@ -80,8 +80,8 @@ GPU = ("32MiB", "8MiB")
     ],
 )  # fmt: skip
 def test_placements(update: str, memory: tuple[str | None, str | None], late: LateDevice, tmp_path: Path) -> None:
-    """All weights and state on the disk, the weights on the device, all in memory, all on the device; groups of two
-    micro-batches.
+    """Weights and state on the disk, or all weights on the device, or all in memory, or all on the device; two
+    micro-batches per step.
     """
     least = smallest_budgets(tiny(), nvme=["unused"], update=update)
     gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
@@ -98,7 +98,7 @@ def test_placements(update: str, memory: tuple[str | None, str | None], late: La
 
 
 class HalfTrained(nn.Module):
-    """One group of two chunks, of which the last micro-batch only reads the first, and keeps no view of it."""
+    """One group of two chunks. The last micro-batch only reads the first chunk, and keeps no view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class HalfTrained(nn.Module):
 def test_a_chunk_that_got_no_gradient_last_is_updated_when_forward_has_read_it(
     late: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it is on its way, so nobody else waits: the other chunk's gradient comes later than its update."""
+    """It has no gradient on its way that waits for forward; the gradient of the other chunk comes after its update."""
     updated, copy_in, collect = threading.Event(), late.copy_in, Gradients._collect
 
     def copy_in_and_tell(storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
@@ -145,7 +145,7 @@ def test_a_chunk_that_got_no_gradient_last_is_updated_when_forward_has_read_it(
 
 
 def test_what_is_kept_and_not_contiguous(late: LateDevice, tmp_path: Path) -> None:
-    """It is made flat where it is handed over, between two passes, by a kernel of its own."""
+    """Such a gradient is made flat when it is handed over, between two passes, by a kernel of its own."""
     model = tiny()
 
     def turn(parameter: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ def test_what_is_kept_and_not_contiguous(late: LateDevice, tmp_path: Path) -> No
 def test_weights_that_are_read_after_backward(
     update: str, memory: tuple[str, str], late: LateDevice, tmp_path: Path
 ) -> None:
-    """Between backward and step(), by kernels that nobody waits for: the update does."""
+    """They are read between backward and step(), by kernels for which only the update waits."""
     tiers = disk(tmp_path, gpu_memory=memory[0], cpu_memory=memory[1], state_on_gpu=memory == GPU)
     with queueing(late), Engine(tiny(), tiers, update=update) as engine:
         for batch in tokens(3):

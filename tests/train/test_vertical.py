@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 
 class WithLoss(nn.Module):
-    """Gives its loss, so that what a micro-batch is made of is in one place."""
+    """Returns its loss, so that a micro-batch is a single tensor."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class WithLoss(nn.Module):
 
 
 def everything_moves(tmp_path: Path, update: str) -> TierConfig:
-    """Every group from the disk, and one block at a time on the device."""
+    """Every group comes from the disk, and the device holds one block at a time."""
     gpu, cpu = smallest_budgets(WithLoss(), nvme=["unused"], update=update)
     return disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu)
 
@@ -92,7 +92,7 @@ def test_all_micro_batches_pass_a_group_while_it_is_there(tmp_path: Path) -> Non
 
 
 def visited(tmp_path: Path, batches: list[torch.Tensor], schedule: str) -> tuple[int, list[int]]:
-    """Bytes read in the second step, and the groups that the model came to."""
+    """Bytes read in the second step, and the groups that it visited, in order."""
     with Engine(WithLoss(), everything_moves(tmp_path, "step"), update="step") as engine:
         engine.fix_prefetch_depth(0)
         for _ in range(2):

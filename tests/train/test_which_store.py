@@ -1,4 +1,4 @@
-"""Which directories several ranks may name, and which generations of their stores are those of one run."""
+"""Which directories several ranks may name, and which generations of their stores belong to one run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nodes(directory: Path, steps: int = STEPS, **options: Any) -> list[dict[str,
 
 
 def refusals(directory: Path, resume: str = "auto") -> list[str]:
-    """The last line that each node says."""
+    """The last line of the error of each node."""
     return [last_line(one) for one in outcomes_of(2, partial(TRAIN_NODES, resume=resume), str(directory))]
 
 
@@ -37,7 +37,7 @@ def last_line(outcome: Outcome) -> str:
 
 
 def forget_commits(store: Path) -> None:
-    """As an older release has written it."""
+    """Make the manifests as an older release wrote them."""
     for path in store.glob("manifest-*.json"):
         body = json.loads(path.read_bytes().rpartition(b"\n")[0])
         del body["captured"][COMMIT]
@@ -57,7 +57,7 @@ def test_stores_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_node_that_went_on_alone(tmp_path: Path) -> None:
-    """From the generation before: back to the one that both have. Further than that there is none."""
+    """A node that repeats a step alone goes back to the generation that both have; after more steps there is none."""
     nodes(tmp_path)
     run_ranks(1, TRAIN, str(tmp_path / "0"), until=STEPS, resume="previous")
     assert [rank["begun_at"] for rank in nodes(tmp_path)] == [STEPS - 1] * 2
@@ -80,7 +80,7 @@ def test_stores_of_an_older_release_open(tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_machine_name_the_same_directories(tmp_path: Path) -> None:
-    """They would make stores that hold a part each. Directories of which nothing is kept may be their own."""
+    """Otherwise each store would hold only a part. Where nothing is kept of a store, each rank may name its own."""
     run_ranks(2, train_apart, str(tmp_path), durability="none")
     for outcome in outcomes_of(2, train_apart, str(tmp_path)):
         said = last_line(outcome)

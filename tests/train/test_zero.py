@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3: of two ranks the same bits at every stage, and to rounding those of one rank."""
+"""ZeRO 0 to 3: two ranks give the same bits at every stage, and up to rounding the values of one rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_snapshot_is_of_all_ranks(nodes: int, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
-    """What one rank alone told of four steps."""
+    """The results of one rank alone in four steps."""
     return run_ranks(1, train, None, 4)[0]
 
 
@@ -82,8 +82,8 @@ def test_ranks_are_as_one(one: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_store_opens_on_any_number_of_ranks(one: dict[str, Any], tmp_path: Path) -> None:
-    """What is opened is equal bit for bit. It goes on to rounding as one rank does that never stopped."""
-    memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}  # the grid of one rank is coarse for four
+    """It opens with weights that are equal bit for bit, and goes on as one rank that never stopped, up to rounding."""
+    memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}  # the chunks that suit one rank are large for four
     written = run_ranks(1, train, str(tmp_path), 1, memory=memory)
     for start, ranks in ((1, 4), (2, 3), (3, 1)):
         options = {"start": start, "resume": "must", "seed": 1, "memory": memory, "looks": True}
@@ -107,7 +107,7 @@ def test_a_view_that_somebody_holds_of_weights_shows_them() -> None:
 
 
 def test_groups_of_many_blocks_have_one_norm_in_all_stages() -> None:
-    """The first one, too, and where nobody has a part."""
+    """Already in the first step, and also where each rank keeps everything."""
     stages = run_in_turn(2, norm_of_wide, [call({"zero": 0}), call({"zero": 3}), call({"nodes": 2})])
     alone = norm_of_wide(0, 1, {})
     assert all(np.isclose(norm, alone, rtol=1e-6, atol=0) for stage in stages for norm in stage)
@@ -157,7 +157,7 @@ def test_hybrid_sharding(hybrid: Hybrid, tmp_path: Path) -> None:
 
 
 def test_nodes_go_on_from_the_newest_generation_that_all_have(hybrid: Hybrid, tmp_path: Path) -> None:
-    """A node was killed after the other had published: what that one has more is given up."""
+    """One node was killed after the other had published a generation: the other gives that generation up."""
     shutil.copytree(hybrid.stores, tmp_path, dirs_exist_ok=True)
     (tmp_path / "1" / "manifest-000000000002.json").unlink()
     resumed = run_ranks(4, train, str(tmp_path), 2, start=1, nodes=2, resume="must")
@@ -168,7 +168,7 @@ def test_nodes_go_on_from_the_newest_generation_that_all_have(hybrid: Hybrid, tm
 def test_weights_that_ranks_change_differently_are_those_of_the_first() -> None:
     calls = [
         call(how, **options)
-        for how in ("gathered", "loaded", "0", "1")  # the last two: one of them alone
+        for how in ("gathered", "loaded", "0", "1")  # the last two: only this rank makes a change
         for options in ({"zero": 0}, {"zero": 1}, {"zero": 3}, {"nodes": 2})
     ]
     expected = {"gathered": [1.0], "loaded": [1.0], "0": [1.0], "1": [9.0]}
@@ -185,7 +185,7 @@ UNLIKE = {
     "newcomers": "GraphError: rank 1: parameter extra.weight came into the model after",
     "for reading": "ConfigError: modify of gathered() is False at rank 1 and True at rank 0",
 }
-"""How all ranks are told of what rank 1 does otherwise when weights are changed."""
+"""What rank 1 does differently when weights are changed, and how all ranks are told."""
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -207,7 +207,7 @@ def test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained(zero: int) 
 
 
 def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their order, never more than one large piece at once, and the rest of a tensor does not keep all of it."""
+    """In their order, never more than one large piece at once; the rest of a tensor does not keep all of its memory."""
     for module in (filling, partition):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 8)
     sizes = [3, 5, 1, 20, 0, 4, 4, 8]

@@ -32,8 +32,8 @@ def on_device(stage: int) -> tuple[list[int], list[int]]:
     """Bytes of the weights that the device must hold beside a bucket, and of each bucket."""
     parts = 2 if stage >= 2 else 1
     whole = [size if stage == 0 else 2 * part(size) for size in SIZES]  # with padding
-    # A bucket holds the whole gradient and, behind each of its parts, a flag per parameter. Beside it is what is
-    # left of it when it is scattered: the rank's part and its flags.
+    # A bucket holds the whole gradient and, behind each of its parts, a flag per parameter. Beside the bucket is the
+    # result of its reduce-scatter: the rank's part and its flags.
     buckets = [
         padded(4 * (elements + parts * flags + ((elements // 2 + flags) if stage >= 2 else 0)))
         for elements, flags in zip(whole, PARAMETERS)

@@ -23,7 +23,7 @@ CLIPPED: dict[str, Any] = {"steps": STEPS, "max_grad_norm": 0.1}
 
 
 def check(kind: str, clip: float | None, found: list[dict[str, Any]]) -> None:
-    """As plain torch that sees the ranks' batches one after the other, and the same at all ranks."""
+    """The results are those of plain torch with the ranks' batches one after the other, and the same at all ranks."""
     expected = zero_models.plain(kind, len(found), steps=STEPS, clip=clip)
     losses = [loss for step in zip(*(rank["losses"] for rank in found)) for loss in step]
     assert np.allclose(losses, expected["losses"], rtol=1e-5, atol=0), kind
@@ -55,7 +55,7 @@ def test_losses_are_those_of_plain_torch(kind: str, on_disk: dict[str, Any]) -> 
 
 def check_memory(kind: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["bytes"]["nvme_read"] > 0
-    if kind != "CheckpointedTwice":  # what no module tells: a gradient that waits for another checkpoint
+    if kind != "CheckpointedTwice":  # no module announces a gradient that waits for another checkpoint
         assert all(rank["peak"]["gpu"] <= rank["budgets"][0] for rank in ranks), kind
 
 
@@ -71,7 +71,7 @@ def test_losses_under_other_schedules_are_those_of_plain_torch(tmp_path: Path) -
 
 
 def test_gradients_that_come_late_at_one_rank_are_added(tmp_path: Path) -> None:
-    """Room is short in the first step, and groups were reduced before their gradients had come."""
+    """Memory is short in the first step, so groups are reduced before all their gradients have come."""
     plenty = {"memory": ("64MiB", "64MiB")}
     calls = [
         call("EitherWay", str(tmp_path / name), zero=2, **CLIPPED, **memory)
@@ -83,7 +83,7 @@ def test_gradients_that_come_late_at_one_rank_are_added(tmp_path: Path) -> None:
 
 
 def test_ranks_may_have_other_numbers_of_micro_batches_than_before() -> None:
-    """What one of them knows of its graph then differs: the ranks still meet equally often."""
+    """The ranks then know different things of their graphs, but still meet equally often."""
     model = zero_models.make("Stack").eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
     expected = []
@@ -125,7 +125,7 @@ def test_stages_are_one(on_disk: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_what_looks_before_the_step_reads_no_weights_of_after_it() -> None:
-    """A rank has no part of small groups, so no update of its own waits for the kernels that read them."""
+    """A rank without a part of small groups has no update of its own that waits for the kernels that read them."""
     memory = ("64MiB", "64MiB")
     ways = [(3, "forward"), (1, "step")]
     calls = [call("Small", None, zero=z, update=u, memory=memory, steps=STEPS, evaluates=True) for z, u in ways]
@@ -133,14 +133,14 @@ def test_what_looks_before_the_step_reads_no_weights_of_after_it() -> None:
 
 
 def test_ranks_that_go_different_ways_may_look_between_steps() -> None:
-    """What is fetched ahead follows the order of nobody."""
+    """Prefetch follows the order of no single rank."""
     for one, other in run_in_turn(2, zero_models.looks_in, [call(zero) for zero in (1, 2)]):
         assert one[2:7] == other[2:7]
         assert one[9] == other[9]
 
 
 def same(one: dict[str, Any], other: dict[str, Any], *but: str) -> bool:
-    """Bit for bit."""
+    """Whether losses and weights are equal bit for bit, except the weights named in `but`."""
     names = one["weights"].keys() - set(but)
     return one["losses"] == other["losses"] and all(
         np.array_equal(one["weights"][name], other["weights"][name]) for name in names
@@ -148,7 +148,7 @@ def same(one: dict[str, Any], other: dict[str, Any], *but: str) -> bool:
 
 
 def test_a_slow_disk_at_one_rank_changes_nothing(in_memory: dict[str, Any], tmp_path: Path) -> None:
-    """Which groups are gathered, and when, depends on nothing that takes time."""
+    """Which groups are gathered, and in which order, does not depend on timing."""
     options: dict[str, Any] = CLIPPED | {"update": "speculative", "slow_s": 0.005, "codec": "lz4", "directories": 2}
     calls = [call("Checkpointed", str(tmp_path / f"{depth}"), prefetch_depth=depth, **options) for depth in (0, 3)]
     for found in run_in_turn(2, zero_models.train, calls):
@@ -173,7 +173,7 @@ def test_what_a_loop_does(tmp_path: Path) -> None:
 
 
 def test_half_precision(tmp_path: Path) -> None:
-    """An overflow at one rank is everybody's; the norms of all stages are one."""
+    """An overflow at one rank counts at all ranks; all stages have the same norms."""
     options: dict[str, Any] = {"max_grad_norm": 0.5, "overflow_at": 1, "memory": ("16MiB", "32MiB")}
     kinds = [{"dtype": dtype, "zero": zero} for dtype in ("bfloat16", "float16") for zero in (3, 1)]
     calls = [call("Stack", f"{tmp_path}/{number}", STEPS, **kind, **options) for number, kind in enumerate(kinds)]
@@ -188,7 +188,7 @@ def test_engines_one_after_another(tmp_path: Path) -> None:
     for told in run_ranks(2, zero_models.one_after_another, 6, str(tmp_path)):
         assert set(told["groups"]) == {1}
         for left in (told["threads"], told["descriptors"]):
-            assert left[-1] <= left[2]  # what is made once for all was made by the first
+            assert left[-1] <= left[2]  # what is made only once was made by the first engines
 
 
 def test_an_engine_that_is_refused_at_once_leaves_no_thread() -> None:
@@ -199,7 +199,7 @@ def test_an_engine_that_is_refused_at_once_leaves_no_thread() -> None:
 
 
 def test_engines_of_some_ranks() -> None:
-    """Groups of other ranks change nothing."""
+    """Process groups of other ranks change nothing."""
     first, second, third = run_ranks(3, zero_models.of_some)
     assert second[:2] == third[:2]
     assert first[:2] == second[2:4]
@@ -273,11 +273,11 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dict
     ],
 )
 def test_an_error_at_one_rank_reaches_all(what: str, told: str, own: str, failed: dict[str, Any]) -> None:
-    """At once, not when the others have waited long enough; and all go on from one whole generation."""
+    """At once, not after a timeout; and all ranks go on from one whole generation."""
     (first, last), resumed = failed[what]
     assert first["error"].startswith(told)
     assert last["error"].startswith(own)
-    # Of a write that failed the others learn by the commit, or by what the rank does then.
+    # The others learn of a failed write by the commit, or because the rank then leaves.
     assert re.search("Storage|Graph", first["error"]) or "rank 1 has left" in first["error"]
     assert max(first["seconds"], last["seconds"]) < zero_models.TIMEOUT_S / 2
     assert resumed[0]["begun_at"] <= first["steps"]
@@ -298,7 +298,7 @@ def test_a_generation_is_one_step_of_all_ranks(wrong: dict[str, Any], failed: di
 
 @pytest.mark.parametrize("what", UNLIKE)
 def test_ranks_that_are_not_as_one_are_told(what: str, wrong: dict[str, Any]) -> None:
-    """At once, all of them, and not given what belongs to something else."""
+    """All ranks are told at once, and none gets data that belongs to another call."""
     for told in wrong[what]:
         assert told["error"].startswith(UNLIKE[what])
         assert told["steps"] == 1

@@ -14,10 +14,10 @@ CLONE_NEWNET = 0x40000000
 
 
 def enter(hosts: Sequence[tuple[str, str]], rank: int) -> None:
-    """Move to the network namespace of this rank, two ranks to a host; gloo takes its device.
+    """Move to the network namespace of this rank, two ranks to a host, and have gloo use its device.
 
     Args:
-        hosts: name and device of each.
+        hosts: namespace and device of each.
     """
     name, device = hosts[rank // 2]
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)

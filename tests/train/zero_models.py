@@ -91,7 +91,7 @@ class EitherWay(must.Stack):
 
 
 class Unused(must.Stack):
-    """One layer is used by the first rows of a batch only, and one is read by backward and gets no gradient."""
+    """One layer is used only in part, which part depends on the batch; one is read by backward and gets no gradient."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.enter(x)
@@ -121,7 +121,7 @@ class Routed(must.Stack):
 
 
 class Small(nn.Sequential):
-    """Of all its groups the first rank has everything."""
+    """Groups so small that the first rank keeps all of each."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
@@ -201,7 +201,7 @@ def train(
 
     Args:
         memory: budgets; None: the smallest.
-        slow_s: reads and writes of the last rank take up to so long.
+        slow_s: the longest that reads and writes of the last rank take.
         has_gradients: the gradients of the first step are told.
         evaluates: the model is called between backward and the step, too.
     """
@@ -247,7 +247,7 @@ def train(
 
 
 def train_late(rank: int, ranks: int, kind: str, directory: str | None, **options: Any) -> dict[str, Any]:
-    """Nothing would race on GPUs, either; see `tests/late_device.py`."""
+    """`train` on a device whose kernels are late: nothing would race on GPUs, either (`tests/late_device.py`)."""
     device = LateDevice()
     with pytest.MonkeyPatch.context() as patch, queueing(device):
         patch.setattr(assembly, "open_device", lambda *_: device)
@@ -258,7 +258,7 @@ def train_late(rank: int, ranks: int, kind: str, directory: str | None, **option
 
 
 def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> dict[str, Any]:
-    """The same in plain torch, the ranks' parts one after the other."""
+    """The same as `train` in plain torch, with the ranks' parts one after the other."""
     model = make(kind)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3, weight_decay=1e-2)
@@ -283,7 +283,7 @@ def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> d
 
 
 def one_after_another(rank: int, ranks: int, count: int, directory: str | None) -> dict[str, Any]:
-    """What engines leave behind: threads, descriptors, process groups. Every third is refused, or left by an error."""
+    """What engines leave behind: threads, descriptors, process groups. A third are refused, a third end by an error."""
     told: dict[str, Any] = {"threads": [], "descriptors": [], "groups": []}
     for number in range(count):
         nvme = [f"{directory}/{number}"] if directory else []
@@ -307,7 +307,7 @@ def one_after_another(rank: int, ranks: int, count: int, directory: str | None) 
 
 
 def _threads(at_most: int, wait_s: float = 2.0) -> int:
-    """How many the system knows, once there are as few, or in the end: one that was joined goes a moment later."""
+    """The number of threads, once it is at most `at_most` or after `wait_s`: a joined thread ends a moment later."""
     until_s = time.monotonic() + wait_s
     while (count := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < until_s:
         time.sleep(0.01)
@@ -315,7 +315,7 @@ def _threads(at_most: int, wait_s: float = 2.0) -> int:
 
 
 def refused_at_once(rank: int, ranks: int) -> list[tuple[str, list[str]]]:
-    """What an engine says that is refused before its rooms are made, and the threads that it leaves."""
+    """The errors of engines that are refused before all their process groups are made, and the threads left by each."""
     told = []
 
     def lose(ranks: Ranks, **options: Any) -> None:
@@ -397,7 +397,7 @@ def uneven_batches() -> list[list[list[torch.Tensor]]]:
 
 
 def of_some(rank: int, ranks: int) -> list[float]:
-    """An engine of the last two ranks of three, beside a group of the first two, and then one of all."""
+    """Engines of the last two of three ranks, of the first two, and of all: the norms that this rank gets."""
     first, last = distributed.new_group([0, 1]), distributed.new_group([1, 2])
     told: list[float] = []
     for group, members in ((last, [1, 2]), (first, [0, 1]), (None, [0, 1, 2])):
@@ -411,7 +411,7 @@ def of_some(rank: int, ranks: int) -> list[float]:
 
 
 def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "Stack") -> dict[str, Any]:
-    """Something is wrong at the last rank, or at all: what each says of it, after how many seconds, what is left."""
+    """Something is wrong at the last rank, or at all: what each rank says of it, after how many seconds, its files."""
     is_odd = rank == ranks - 1
     options: dict[str, Any] = {"zero": 3, "update": "forward"}
     memory: dict[str, Any] = {"gpu_memory": "8MiB", "cpu_memory": "4MiB"}
@@ -456,7 +456,7 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "
     try:
         with Engine(model, TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
             told["begun_at"] = engine.step_count
-            # What is wrong is so from the second step on; a callback that fails there is seen in the one after it.
+            # Things go wrong from the second step on; a callback that fails there shows in the step after it.
             for step, batch in enumerate(must.batches({"callback": 3, "resume auto": 1}.get(what, 2))):
                 begin = time.monotonic()
                 if what == "loader" and is_odd and step == 1:
@@ -478,7 +478,7 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "
 
 
 def _be_odd(engine: Engine, what: str, *, is_odd: bool) -> None:
-    """Between backward and step something is not as at the others."""
+    """Do what is wrong between backward and step."""
     names = ["enter.weight", "head.weight"]
     if what == "all rates" or (what.startswith("rate") and is_odd):
         engine.optimizer.param_groups[0]["lr"] = 0.5
@@ -526,7 +526,7 @@ def loop(
     rank: int, ranks: int, directory: str, parts_of_run: list[int], zero: int = 3, **options: Any
 ) -> dict[str, Any]:
     """All that a loop may do, in one or several engines that resume each other: dropout, a scheduler, parameter groups,
-    buffers, looking at weights and changing them between steps, evaluation, giving a step up."""
+    buffers, looking at weights and changing them between steps, evaluation, a step that is given up."""
     told: dict[str, Any] = {"losses": [], "masks": [], "seen": [], "rates": []}
     counter, begun = Counter(100 * rank), 0
     batches = must.batches(2 * sum(parts_of_run))
