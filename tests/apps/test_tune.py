@@ -362,7 +362,7 @@ def test_where_nothing_can_be_written_no_work_begins(tmp_path: Path) -> None:
         (["--update", "backward"], "--update backward applies gradients too early for clipping or fp16 loss scaling"),
         (["--measure", "--depth", "9"], "--depth is 0 to 8, the depths that are predicted, not 9"),
         (["--rounds", "2"], "--rounds needs --measure"),
-        (["--update", "delayed"], "--update delayed is not predicted"),
+        (["--update", "delayed"], "--update delayed, a step late, is not predicted"),
         (["--chunk", "1KiB"], "--chunk must be between 64KiB and 32MiB, not 1 KiB"),
         (["--cpu-memory", "1MiB"], "is too small for this model: the smallest that fits"),
         (["--write", "/nowhere/options.json"], "cannot write --write /nowhere/options.json: its directory is missing"),

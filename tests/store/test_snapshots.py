@@ -319,7 +319,7 @@ def test_one_of_a_store_that_had_its_directories_in_another_order_stays(tmp_path
         run.until(1)
         run.engine.flush()
         before = backend.counted
-        with pytest.raises(ConfigError, match="of a store, but it is given as its first directory"):
+        with pytest.raises(ConfigError, match="of a store, but it, the first directory given, holds none"):
             run.engine.snapshot("second")
         for at in range(backend.counted - before):
             backend.fault, backend.at, backend.counted = EIO, at, 0

@@ -212,7 +212,7 @@ class TestBudgets:
         memory = SimpleNamespace(total=2**20, available=2**20)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
         message = refuse(BudgetError, tmp_path)
-        assert re.match("a run with these budgets takes .* MiB of CPU memory, and the machine.* has 1 MiB", message)
+        assert re.match("a run with these budgets takes .* MiB of CPU memory, and the machine.* allows 1 MiB", message)
         assert not any(tmp_path.iterdir())
         memory.total = 2**40
         short = "MiB of CPU memory will be taken, and 1 MiB are free now"

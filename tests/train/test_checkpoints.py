@@ -503,7 +503,7 @@ def test_what_a_killed_write_of_an_older_release_left_is_in_nobodys_way(shard_by
 def test_of_two_writers_the_second_is_refused(shard_bytes: int, tmp_path: Path) -> None:
     def pieces() -> Iterator[torch.Tensor]:
         others = {"a": torch.zeros(3), "b": torch.zeros(3)}
-        with pytest.raises(ConfigError, match="another process writes to"):
+        with pytest.raises(ConfigError, match="or another process writes there"):
             write_checkpoint(tmp_path, outs(others), max_shard_bytes=shard_bytes)
         yield torch.ones(3)
 
@@ -521,7 +521,7 @@ def test_where_nothing_can_be_locked_the_second_writer_is_the_one_that_counts(
 
     def second() -> Iterator[torch.Tensor]:
         yield torch.full((3,), 2.0)
-        with pytest.raises(ConfigError, match="another process writes to"):
+        with pytest.raises(ConfigError, match="or another process writes there"):
             first.commit()
 
     monkeypatch.setattr(fcntl, "flock", refuse)

@@ -128,6 +128,6 @@ def test_a_number_that_is_set_later_may_be_text_as_in_a_config(name: str) -> Non
 def test_an_argument_of_the_engine_that_is_set_later_is_refused(name: str) -> None:
     """Else it would silently change nothing."""
     with Engine(tiny(blocks=1), TierConfig()) as engine:
-        with pytest.raises(ConfigError, match=f"{name} is given when an engine is made"):
+        with pytest.raises(ConfigError, match=f"{name} is an argument of Engine"):
             setattr(engine, name, 1.0)
         engine.own = 1

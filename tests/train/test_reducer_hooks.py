@@ -242,7 +242,7 @@ def test_a_delayed_reducer_loses_nothing_in_its_first_steps(alone: object) -> No
         reducer.backward(reducer(x).sum())
         with reducer.no_sync():
             reducer.backward(reducer(x).sum())
-        with pytest.raises(GraphError, match=r"is one that no_sync\(\) has gathered, and would be lost"):
+        with pytest.raises(GraphError, match=r"was accumulated in no_sync\(\), and would be lost"):
             reducer.flush()
         reducer.backward(reducer(x).sum())
         module.zero_grad()

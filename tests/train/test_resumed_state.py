@@ -170,7 +170,7 @@ def test_another_schedule_begins_and_that_is_told(tmp_path: Path) -> None:
     base = 0.01 * 0.9**2
     halves = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
     with opened(WAY, tmp_path, lr_scheduler=halves) as run:
-        with pytest.warns(UserWarning, match="the ExponentialLR that has set .* ends here, and the LambdaLR begins"):
+        with pytest.warns(UserWarning, match="the ExponentialLR that has set .* is replaced by the LambdaLR, which begins"):
             run.step()
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.5)
     with opened(WAY, tmp_path, lr_scheduler=halves) as run:
@@ -183,7 +183,7 @@ def test_another_schedule_begins_and_that_is_told(tmp_path: Path) -> None:
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.125)
     with opened(WAY, tmp_path, lr_scheduler=None) as run, pytest.warns(UserWarning, match="stays as it was"):
         run.step()
-    with opened(WAY, tmp_path) as run, pytest.warns(UserWarning, match="the LambdaLR that has set .* ends here"):
+    with opened(WAY, tmp_path) as run, pytest.warns(UserWarning, match="the LambdaLR that has set .* is replaced by"):
         run.step()
 
 
@@ -191,7 +191,7 @@ def test_a_schedule_that_ends_is_told_before_its_state_goes(tmp_path: Path) -> N
     with opened(WAY, tmp_path) as run:
         run.until(1)
     steps = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    said = "to keep that one, make the engine with it"  # warnings are errors in tests
+    said = "to keep the former, make the engine with it"  # warnings are errors in tests
     with opened(WAY, tmp_path, lr_scheduler=steps) as run, pytest.raises(UserWarning, match=said):
         run.engine.load_state_dict(run.engine.state_dict())
     with opened(WAY, tmp_path) as run:
