@@ -1,6 +1,6 @@
-"""The command `tierstore` and other programs as processes that start at once: forks of one that has imported it all.
+"""The command `tierstore` and other programs in processes that start at once: forks of one that has imported it all.
 
-Not here: the start and the end of an interpreter. A test of those starts `python -m tierstore.cli`.
+Not here: the start and the end of an interpreter. A test of these starts `python -m tierstore.cli`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tierstore.cli import main
 def forked(
     arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[BaseProcess]:
-    """The process, which writes into these two files; killed at the end if it runs then.
+    """A process that runs the command and writes into these two files; killed at the end if it still runs.
 
     Args:
-        environment: what is different there.
+        environment: variables to set in the process.
     """
     process = fork_server().Process(target=_command, args=(arguments, output, errors, environment or {}), daemon=True)
     process.start()
@@ -41,7 +41,7 @@ def forked(
 
 @contextlib.contextmanager
 def launched(arguments: list[str], output: Path, errors: Path, ranks: int, restarts: int) -> Iterator[BaseProcess]:
-    """Torchrun's agent, whose ranks are forks, for the imports of each take ten seconds; all are killed at the end."""
+    """Torchrun's agent; all is killed at the end. Its ranks are forks, because the imports of each take ten seconds."""
     # Not a daemon: it has children.
     process = fork_server().Process(target=_launch, args=(arguments, output, errors, ranks, restarts))
     process.start()
@@ -57,11 +57,11 @@ def launched(arguments: list[str], output: Path, errors: Path, ranks: int, resta
 def run_program(
     arguments: list[str], folder: Path, given: str = "", wait_s: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
-    """How a program ends that is given these lines, as `subprocess.run` tells it.
+    """Run a program to its end with `given` as its input; the result is as that of `subprocess.run`.
 
     Args:
         arguments: a file, or -m and a module, and its own arguments.
-        folder: where it runs.
+        folder: its working directory.
     """
     streams = {name: folder / name for name in ("stdin", "stdout", "stderr")}
     streams["stdin"].write_text(given)
@@ -112,7 +112,7 @@ def _rank(arguments: list[str]) -> None:
     try:
         _run(arguments)
     except Exception:
-        traceback.print_exc()  # the agent tells only one of several
+        traceback.print_exc()  # the agent reports only one of several errors
         raise
 
 
@@ -123,6 +123,6 @@ def _run(arguments: list[str]) -> None:
 
 def _command(arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str]) -> None:
     _redirect(output, errors)
-    sys.stdout = os.fdopen(1, "w", closefd=False)  # which can be a pipe, unlike that of before
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # anew, because the output can be a pipe now
     os.environ.update(environment)
     _run(arguments)

@@ -1,4 +1,4 @@
-"""Fixtures for all rooms: leaks are failures, and GPU tests need a GPU.
+"""Fixtures for all tests: leaks are failures, and GPU tests need a GPU.
 
 Scope: `no_leaks` (use it by `pytestmark = pytest.mark.usefixtures("no_leaks")`), `runtime`; the order of the files.
 Not here: faulty storage (see `tests/faults.py`).
@@ -34,14 +34,14 @@ LONGEST = (
     "train/test_lost_ranks.py", "store/test_power_cut.py", "train/test_stream_order.py", "train/test_reducer_hooks.py",
     "train/test_right.py", "train/test_reducer.py", "train/test_never_lost.py", "train/test_two_hosts.py",
 )  # fmt: skip
-"""Files with few tests that take long: begun first, or one worker ends with them while the other has nothing to do.
+"""Files with few tests that take long. They begin first: else one worker ends with them while the other is idle.
 
-Those of ranks, which wait for one another, stand between others, which do not.
+Files whose tests run several ranks, which wait for one another, stand between files whose tests do not.
 """
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.set_threshold(50_000, 20, 20)  # four of the files: 4 to 6 % less (2 cores, 2026-11-29)
+    gc.set_threshold(50_000, 20, 20)  # four of the files took 4 to 6 % less time (2 cores, 2026-11-29)
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist's own order is by the number of tests
 
@@ -61,13 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    with loading():  # 17 s without, 13 with it; and a collection in a test would look at all of it, too
+    with loading():  # 17 s without, 13 with it; and a collection in a test would examine all that is imported here
         return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _the_directory_of_tests_is_a_disk() -> Iterator[None]:
-    """Also where it is in memory, of which an engine would warn."""
+    """Also where the directory is in memory, because an engine would warn of that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(directories, "_MOUNTS", Path("/dev/null"))
         yield
@@ -75,7 +75,7 @@ def _the_directory_of_tests_is_a_disk() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _commands_are_built_once() -> Iterator[None]:
-    """typer reads the signatures of all commands, for 0.1 s, each time that a test invokes one."""
+    """Otherwise typer reads the signatures of all commands, which takes 0.1 s, each time that a test invokes one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command))
         yield
@@ -83,7 +83,7 @@ def _commands_are_built_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _small_groups_stand_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What workers copy of models as people have them, they copy of these, too."""
+    """Workers copy the groups of small test models, as they copy those of real models, instead of the caller."""
     from tierstore.device.transfers import CpuDevice  # here: it takes torch
 
     monkeypatch.setattr(CpuDevice, "at_once_bytes", 2**16)
@@ -120,7 +120,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _threads() -> set[threading.Thread]:
-    """Those of Python: autograd's thread of a GPU stays, and Python knows it once a hook has run there."""
+    """Threads that Python started. (Autograd's GPU thread stays, and Python lists it once a hook has run there.)"""
     return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
 
 
@@ -148,7 +148,7 @@ async def _other_tasks() -> list[str]:
 def disk_path() -> Iterator[Path]:
     """An empty directory on a disk that takes O_DIRECT, for tests that need it; skips elsewhere.
 
-    Other temporary files may be in memory, where there is no page cache to pass by, and where nothing takes time.
+    Other temporary files may be in memory, where there is no page cache to bypass, and where nothing takes time.
     """
     if not os.path.isdir("/var/tmp"):
         pytest.skip("no /var/tmp, where a disk is looked for")
@@ -164,7 +164,7 @@ def disk_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Torch computes in one thread: the same bits and time on every machine. It comes before fixtures of the module."""
+    """Torch computes in one thread: the same bits and time on every machine. Runs before the module's own fixtures."""
     import torch
 
     before = torch.get_num_threads()

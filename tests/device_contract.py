@@ -1,4 +1,4 @@
-"""What every compute device does: run on the CPU twin, and on a GPU where there is one."""
+"""Tests of what every compute device does, which run on the CPU twin, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class DeviceContract:
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_updates_to_the_bits_of_the_kernels(self, device: ComputeDevice, dtype: str) -> None:
-        """Of one chunk, and of three that follow each other."""
+        """For one chunk, and for three that follow each other."""
         count, item, state_bytes = 2 * BLOCK + 1234, ELEMENT[dtype].itemsize, state_bytes_per_element(dtype)
         c = AdamCoefficients(1e-2, 0.9, 0.99, 1e-8, 0.1, 3, gradient_scale=0.7)
         runs = [(0, 1000, c), (5000, count, replace(c, lr=1e-3, decoupled=False))]
@@ -160,7 +160,7 @@ class DeviceContract:
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_collects_and_measures_to_the_bits_of_the_kernels(self, device: ComputeDevice, dtype: str) -> None:
-        """Two micro-batches, in part of strided gradients; what none covers is zero, and nothing is left of before."""
+        """Two micro-batches, some gradients strided. What no gradient covers becomes zero; no old bytes are left."""
         count, tail, item = 2 * BLOCK + 1234, 1000, ELEMENT[dtype].itemsize
         first, second = (torch.linspace(-1, 2, count - tail) * k for k in (1, 0.3))
         parts = [part.to(TORCH_DTYPES[dtype]) for part in (first[:77], first[77:], second)]
@@ -189,7 +189,7 @@ class DeviceContract:
             assert all(np.array_equal(out, expected) for out in outs)
 
     def span(self, device: ComputeDevice, nbytes: int) -> Span:
-        """In the middle of a storage: small numbers, whatever they are taken for."""
+        """A span in the middle of a storage, of numbers that are small whichever dtype they are read as."""
         storage, bits = self.empty_storage(device), random_bytes(nbytes + 4096, nbytes)
         bits[3::4] = 60  # bf16 and fp32 of about 0.01, fp16 of about 1
         bits[1::4] = 60

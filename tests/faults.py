@@ -40,12 +40,12 @@ FLIP, HANG = Fault(flips=True), Fault(hangs=True)
 
 
 class FaultyBackend(Backend):
-    """Fails the call number `at` (counted from 0 over all kinds in `kinds`), and so many after it.
+    """Fails `times` calls from number `at` on (counted from 0 over all kinds in `kinds`).
 
     Attributes:
-        calls: every system call so far, by kind.
+        calls: the kind of every system call so far.
         counted: how many of them were of `kinds`.
-        renamed: what files were renamed to, each after so many calls.
+        renamed: for each rename, the number of calls so far and the new name.
         hit: the kind and path of the last call that failed.
         is_hung, goes_on: a call that hangs sets the first and waits for the second.
     """
@@ -94,7 +94,7 @@ class FaultyBackend(Backend):
             return _flipped(kind, view, call)
         assert fault.short_bytes is not None
         if kind == "pwrite":
-            # Up to the next page, as O_DIRECT has it: the system may have done more than it says, but not much more.
+            # Up to the next page, as O_DIRECT demands: the system may write a little more than it reports.
             whole_pages = -(-fault.short_bytes // PAGE) * PAGE
             return min(call(view[:whole_pages]), fault.short_bytes) if whole_pages else 0
         moved = min(call(view), fault.short_bytes)
@@ -162,7 +162,7 @@ class FaultyBackend(Backend):
 
 
 def _flipped(kind: str, view: memoryview, call: Callable[[memoryview], int]) -> int:
-    """The call, and one bit in the middle of what it moves is wrong: of a float its exponent, which nothing rounds."""
+    """The call, but with one wrong bit in the middle of its bytes: in a float's exponent, so no rounding hides it."""
     if kind == "pread":
         moved = call(view)
         view[moved // 2 | 3] ^= 64
@@ -176,7 +176,7 @@ def _flipped(kind: str, view: memoryview, call: Callable[[memoryview], int]) -> 
 def each_fault(
     fault: Fault, scenario: Callable[[FaultyBackend], object], kinds: tuple[str, ...] = ()
 ) -> Iterator[FaultyBackend]:
-    """One backend for each call index, that fails there.
+    """For each call index, a backend that fails there.
 
     Args:
         scenario: run once without a fault, to count the calls.

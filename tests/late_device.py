@@ -1,17 +1,17 @@
-"""A device that is late: no kernel has run before somebody has waited for it. It tells of what would race on a GPU.
+"""A device that is late: a kernel counts as run once somebody has waited for it. It reports what would race on a GPU.
 
-Scope: `LateDevice`, to be put in the place of the CPU twin, and `queueing`, around what a training thread does.
+Scope: `LateDevice`, which replaces the CPU twin, and `queueing`, around what a training thread does.
 Not here: what a real GPU does (`tests/device/test_cuda_device.py`), runs (`tests/train/test_stream_order.py`).
 
 [Note: the rules] Every operation of torch in `queueing` counts as a kernel in one compute stream. The host knows that
-it has run only from a mark behind it that was waited for, by any thread. Copies are of other streams, which wait for
-nothing. So they
-* take out only what has been written, and what nobody writes meanwhile;
-* put in only where no kernel that may not have run writes, or reads what is not the same before and after, and none
-  is queued meanwhile;
-and a storage goes only when all kernels and copies that use it are over; kernels need not be if their stream was
-recorded for it. What is not there yet, or not any more, is
-NaN. Kernels of other threads are not seen: what autograd's own threads queue on a GPU, the caller does here.
+a kernel has run only once any thread has waited for a mark behind it. Copies are in other streams, which wait for
+nothing. So a copy
+* out of a storage may read only bytes that have been written, and that nobody writes meanwhile;
+* into a storage may write only where no kernel that may not have run writes, or reads bytes that the copy changes; no
+  such kernel may be queued meanwhile.
+A storage may go only when all copies and kernels that use it are over; kernels may still run if their stream was
+recorded for the storage. Bytes that are not there yet, or not any more, are NaN. Kernels of other threads are not seen:
+what autograd's own threads queue on a GPU, the calling thread does here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tierstore.device.spans import Span
 from tierstore.device.streams import Bytes, Mark
 from tierstore.device.transfers import CpuDevice
 
-_NOT_THERE = 0xFF  # of floats a NaN
+_NOT_THERE = 0xFF  # bytes of this make any float a NaN
 _NO_KERNELS = {"set_", "resize_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -52,10 +52,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Use:
-    """What the kernel of this number does, in the order of the queue.
+    """A range that the kernel of this number reads or writes; numbers are in the order of the queue.
 
     Attributes:
-        pin: while it is there, no other storage is at this one's address.
+        pin: as long as it is held, no other storage has this one's address.
     """
 
     number: int
@@ -69,9 +69,9 @@ class LateDevice(CpuDevice):
     """See [Note: the rules].
 
     Attributes:
-        hazards: what would race; a run that is right has none.
-        kernels: that were queued.
-        waited: the names of threads that have waited for one.
+        hazards: what would race; a correct run has none.
+        kernels: how many were queued.
+        waited: the names of the threads that have waited for a kernel.
     """
 
     at_once_bytes = 0
@@ -116,7 +116,7 @@ class LateDevice(CpuDevice):
         return number <= self._done
 
     def queue(self, operation: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
-        """The number of a kernel that reads and writes these."""
+        """Queue a kernel that reads and writes these; its number."""
         with self._turn:
             self._look_for_gone()
             self.kernels += 1
@@ -125,7 +125,7 @@ class LateDevice(CpuDevice):
             return self.kernels
 
     def made(self, number: int, operation: Any, results: Sequence[torch.Tensor]) -> None:
-        """A kernel writes these too, which were not there before."""
+        """Note that a queued kernel also writes these results, which did not exist before."""
         with self._turn:
             self._add(number, operation, results, writes=True)
 
@@ -138,7 +138,7 @@ class LateDevice(CpuDevice):
             self._uses.append(use)
 
     def check(self, what: str, where: Range, *, writes: bool, awaits_kernels: bool = False) -> None:
-        """`what` touches this now, in another stream: no kernel that may not have run, and no copy, is in its way."""
+        """`what` touches this now, in another stream: note kernels that may not have run, and copies, in its way."""
         for use in self._uses:
             if not awaits_kernels and (writes or use.writes) and where.meets(use.where):
                 self.hazards.append(f"{what} does not wait for kernel {use.number}, {use.by}; {self._done} have run")
@@ -147,7 +147,7 @@ class LateDevice(CpuDevice):
                 self.hazards.append(f"{what} does not wait for {other}")
 
     def _look_for_gone(self) -> None:
-        """Storages that went with their last user, as memory that others may be given at once."""
+        """Check storages that went with their last user: others may be given their memory at once."""
         for storage in [storage for storage, ref in self._given.items() if ref.expired()]:
             where, is_recorded = Range(storage, 0, sys.maxsize), storage in self._recorded
             self.check("memory that went", where, writes=True, awaits_kernels=is_recorded)
@@ -175,7 +175,7 @@ class LateDevice(CpuDevice):
             self._given[storage._cdata] = StorageWeakRef(storage)
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
-        # A kernel that writes while this compares is one that may not have run.
+        # A kernel that writes during this comparison may not have run, so `moves` below reports it in any case.
         changed = np.flatnonzero(_bytes_of(storage)[offset_bytes : offset_bytes + source.nbytes] != source)
         first, last = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (0, 0)
         of_all = Range(storage._cdata, offset_bytes, offset_bytes + source.nbytes)
@@ -208,7 +208,7 @@ class LateDevice(CpuDevice):
 
 
 class LateArithmetic(HostArithmetic):
-    """It is of a stream of its own, too."""
+    """Its work is in a stream of its own, too."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -241,7 +241,7 @@ class _LateMark:
 
 
 class queueing(TorchDispatchMode):
-    """What the calling thread computes are kernels of the compute stream."""
+    """All that the calling thread computes inside counts as kernels of the compute stream."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class queueing(TorchDispatchMode):
 
 
 class _InStream(queueing):
-    """What a link's stream computes: the host waits for it at once."""
+    """All that the calling thread computes inside is in a link's stream, and the host waits for it at once."""
 
     def __init__(self, device: LateDevice, link: str) -> None:
         super().__init__(device)
@@ -272,13 +272,13 @@ class _InStream(queueing):
             for one in reads:
                 self.device.check(f"{self._link}: {operation}", range_of(one), writes=False)
             for one in writes:
-                if operation.namespace == "c10d":  # a part of the result may be what is there already
+                if operation.namespace == "c10d":  # a part of the result may equal what is there already
                     self._results.append((one, _elements(one).copy(), list(self.device._uses)))
                 else:
                     self.device.check(f"{self._link}: {operation}", range_of(one), writes=True)
 
     def check_results(self) -> None:
-        """What others have sent has come only where no kernel reads, or writes, that may not have run."""
+        """Other ranks' bytes may have changed a result only where no kernel that may not have run reads or writes."""
         for result, before, uses in self._results:
             changed = np.flatnonzero(_elements(result) != before)
             if len(changed):
@@ -290,7 +290,7 @@ class _InStream(queueing):
 
 
 def _reads_and_writes(operation: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-    """Of what is given to a kernel, what it reads and what it writes; None: there is no kernel, as for a view."""
+    """The arguments that a kernel reads, and those that it writes; None: there is no kernel, as for a view."""
     found = _given_and_changed(operation)
     if found is None:
         return None
@@ -304,12 +304,12 @@ def _reads_and_writes(operation: Any, args: Any, kwargs: Any) -> tuple[list[torc
 
 @functools.cache
 def _given_and_changed(operation: Any) -> tuple[list[str], set[str]] | None:
-    """The names of what a kernel is given, and of what it writes of that."""
+    """The names of a kernel's arguments, and of those that it writes; None: there is no kernel."""
     schema = operation._schema
     if operation.__name__.split(".")[0] in _NO_KERNELS:
         return None
     changed = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
-    if operation.namespace == "c10d":  # which does not say so
+    if operation.namespace == "c10d":  # its schemas do not say what they write
         changed = {name for argument in schema.arguments if (name := argument.name).startswith(("output", "tensors"))}
     if not changed and any(one.alias_info is not None for one in schema.returns):
         return None
@@ -317,7 +317,7 @@ def _given_and_changed(operation: Any) -> tuple[list[str], set[str]] | None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """In what an operation of torch is given or returns: nothing deeper than lists."""
+    """The tensors in an argument or a result of a torch operation; they are in lists and tuples only."""
     if isinstance(value, torch.Tensor):
         return [value] if value.numel() else []
     return [one for part in value for one in _tensors(part)] if isinstance(value, (list, tuple)) else []

@@ -12,7 +12,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 
 def asks_for_huge_pages(address: int) -> bool:
-    """Whether the mapping at this address of ours was advised to have huge pages."""
+    """Whether this process has advised huge pages for the mapping at this address."""
     is_its = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, dash, last = line.split()[0].partition("-")

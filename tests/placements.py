@@ -1,4 +1,4 @@
-"""Groups, requests, and what holds of every placement, for the tests of the planner."""
+"""Groups, requests, and what holds for every placement, for the tests of the planner."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check(placement: Placement, asked: Request) -> None:
     assert gradients <= pools.gradients
     if asked.gradients != "streamed":
         assert gradients == pools.gradients
-    if on_gpu_bytes:  # beside all weights
+    if on_gpu_bytes:  # then all weights are on the GPU, too
         assert asked.updates_on_gpu
         assert asked.gradients != "doubled"
         assert sum(spec.device_bytes for spec in asked.groups) <= placement.gpu_weight_bytes

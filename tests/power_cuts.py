@@ -2,8 +2,8 @@
 
 Scope: `JournalBackend` does every call on a real directory and writes down what it changes; `Disk` goes through such a
 journal and knows which bytes and names are durable; `images` are what a power cut between any two calls could leave.
-`StoreDisk` knows the generations of a store, too. A killed process keeps the page cache, so a kill cannot test what
-these do.
+`StoreDisk` also knows the generations of a store. The page cache outlives a killed process, so a kill cannot test what
+is tested with these.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Change:
 
     Attributes:
         at_ns: when, on the clock that all processes of a machine share.
-        data: what was written; of a file that is synced, all it holds, for it may be written past the backend.
+        data: what was written; for a sync, all that the file holds, because it may be written without the backend.
         source: the name that a rename took away.
-        names: what a directory that is synced holds.
+        names: for the sync of a directory, the files in it.
     """
 
     at_ns: int
@@ -51,13 +51,13 @@ class Change:
 class JournalBackend(Backend):
     """Does every call on a real directory, one at a time, and writes it down.
 
-    A file that is made or written past the backend is known from its own sync or its directory's.
+    A file that is made or written without the backend becomes known by its own sync or its directory's.
 
     Args:
-        turns: a file, by which the backends of several processes do one call at a time among them.
+        turns: a file that the backends of several processes lock, so that they make one call at a time among them.
 
     Attributes:
-        found: what was there when it was made, and counts as durable.
+        found: the files that were there when the backend was made; they count as durable.
     """
 
     def __init__(self, root: Path, turns: Path | None = None) -> None:
@@ -138,7 +138,7 @@ class _File:
     pending: list[tuple[int, bytes]] = field(default_factory=list)
 
     def after_cut(self, draw: random.Random | None) -> bytes:
-        """The durable bytes, and any of what was written since: all, some writes, some sectors, all but a torn one."""
+        """The durable bytes, and of the writes since: none, all, some, some sectors, or all with one of them torn."""
         content = bytearray(self.durable)
         fate = draw.choice(("nothing", "all", "writes", "sectors", "torn")) if draw and self.pending else "nothing"
         torn = draw.randrange(len(self.pending)) if draw and fate == "torn" else None
@@ -169,7 +169,7 @@ class _Names:
     pending: list[tuple[Path | None, Path | None, _File]] = field(default_factory=list)
 
     def after_cut(self, draw: random.Random | None) -> dict[Path, _File]:
-        """The durable names, and any of the changes since."""
+        """The durable names, with some of the changes since."""
         names, keeps = dict(self.durable), draw.choice((0.0, 0.5, 1.0)) if draw else 0.0
         for gone, come, file in self.pending if draw else ():
             if draw.random() < keeps:
@@ -192,7 +192,7 @@ class Disk:
             self._files[path] = self._names[path.parent].durable[path] = _File(content)
 
     def apply(self, change: Change) -> None:
-        """One change more."""
+        """Take in the next change."""
         path = change.path
         match change.kind:
             case "create":
@@ -224,7 +224,7 @@ class Disk:
         return self._files[path]
 
     def after_cut(self, draw: random.Random | None) -> dict[Path, bytes]:
-        """Files, by their paths below `root`; None draws nothing that is not durable."""
+        """Files, by their paths below `root`; if `draw` is None, only what is durable."""
         lost = {new for new in self._new_directories if draw is None or draw.random() < 0.5}
         names = [item for directory in self._names.values() for item in directory.after_cut(draw).items()]
         return {
@@ -235,7 +235,7 @@ class Disk:
 
     @property
     def known(self) -> int:
-        """How much is known to be durable, by its own account; see `Image`."""
+        """How much this disk itself knows to be durable; see `Image`."""
         return 0
 
 
@@ -244,8 +244,9 @@ class Image:
     """What a power cut leaves.
 
     Attributes:
-        at: changes before it.
-        known: what was known to be durable by then: of a store, the step of its newest generation; how much was told.
+        at: the number of changes before it.
+        known: what was known to be durable by then: the step of a store's newest generation, or how many times a
+            caller had been told that something is there.
     """
 
     at: int
@@ -253,7 +254,7 @@ class Image:
     files: dict[Path, bytes]
 
     def restore(self, folder: Path) -> Path:
-        """Write it into a new or an empty directory, and return that."""
+        """Write the files into a new or an empty directory, and return it."""
         folder.mkdir(exist_ok=True)
         for path, content in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -270,12 +271,12 @@ def images(
     draws: int = 1,
     seed: int = 0,
 ) -> Iterator[Image]:
-    """What power cuts leave before, between and after all changes; what an earlier one has left, too, only once.
+    """What power cuts leave before, between and after all changes; equal images only once.
 
     Args:
         instants: numbers of changes before the cut; None: all.
-        told: after how many changes somebody was told that something is there.
-        draws: images of each instant, beside the one of what is durable alone.
+        told: the numbers of changes after which a caller was told that something is there.
+        draws: how many images of each instant, besides the one of what is durable alone.
     """
     draw, seen = random.Random(seed), set()
     for at in range(len(journal) + 1):
@@ -293,12 +294,12 @@ def images(
 class StoreDisk(Disk):
     """Knows which generation of a store is durable, and what it needs.
 
-    The newest manifest that is there already has no durable name: a process that was killed between its rename and the
-    fsync of the directory leaves it so.
+    The newest manifest found at the start counts as one whose name is not durable: a process that was killed between
+    its rename and the fsync of the directory leaves it so.
 
     Attributes:
         generation: the newest one that is durable; `step`: how many steps it has.
-        overwritten: writes to what that one needs.
+        overwritten: writes to chunks that this generation needs.
     """
 
     def __init__(self, root: Path, found: Mapping[Path, bytes]) -> None:
@@ -324,7 +325,7 @@ class StoreDisk(Disk):
         return self.step
 
     def _see_manifests(self) -> None:
-        """What the newest manifest that is durable needs: the places of its chunks (codec none, one directory)."""
+        """Note what the newest durable manifest needs: the places of its chunks (codec none, one directory)."""
         for path, file in [item for names in self._names.values() for item in names.durable.items()]:
             match = _MANIFEST.fullmatch(path.name)
             if match and int(match[1]) > self.generation:
@@ -334,7 +335,7 @@ class StoreDisk(Disk):
                 self._needed = {place for kind, rows in body["records"].items() for place in self._places(kind, rows)}
 
     def _places(self, kind: str, rows: list[list[int] | None]) -> list[tuple[str, int]]:
-        """Files and offsets of the chunks of one kind. Each is as long as it is stored, so they follow one another."""
+        """Files and offsets of the chunks of one kind. A chunk has only its stored length, so chunks are adjacent."""
         pack = next(file for path, file in self._files.items() if path.name.startswith(f"{kind}.") and file.durable)
         offset = 8 + int.from_bytes(pack.durable[:8], "little")  # the headers of both slots are equal
         found = []
@@ -346,7 +347,7 @@ class StoreDisk(Disk):
 
 
 def overwritten(disk: StoreDisk, journal: Sequence[Change]) -> list[str]:
-    """The writes of a whole journal to what the last generation needed."""
+    """The writes of a whole journal to chunks that the newest durable generation of the moment needed."""
     for change in journal:
         disk.apply(change)
     return disk.overwritten

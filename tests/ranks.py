@@ -1,7 +1,7 @@
 """Functions run by several processes, the ranks of one gloo group: a fast start, and no rank outlives its test.
 
-A function to run stands in a module that a new process can import: a helper of the tests, not a test module. It takes
-`rank, ranks` before its own arguments. Ranks meet at a store that this process keeps, as torchrun does.
+A function to run is in a module that a new process can import: a helper of the tests, not a test module. It takes
+`rank, ranks` before its own arguments. Ranks meet at a TCP store that this process keeps, as torchrun does.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def run_ranks(
 
     Args:
         timeout_s: the group's, for every collective.
-        wait_s: for all of it.
+        wait_s: for the whole run.
         enter: what each rank does first, before it meets the others.
 
     Raises:
-        AssertionError: a rank failed; with the tracebacks of all.
+        AssertionError: ranks failed; with the tracebacks of all that did.
     """
     outcomes = outcomes_of(
         ranks, partial(function, **options), *arguments, timeout_s=timeout_s, wait_s=wait_s, enter=enter
@@ -64,7 +64,7 @@ def run_ranks(
 
 
 def call(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a function is called with."""
+    """The arguments of one call, for `run_in_turn`."""
     return arguments, options
 
 
@@ -73,8 +73,8 @@ def run_in_turn(
 ) -> list[list[Any]]:
     """As `run_ranks`, but the same ranks make several calls, one after another: the results by call and rank.
 
-    The first engine of a process takes half as long again as the next ones, and what one leaves behind is no matter to
-    them.
+    The first engine of a process takes half as long again as the next ones, and the next ones do not depend on what it
+    leaves behind.
 
     Args:
         calls: what `call` returns, for each of them.
@@ -106,7 +106,7 @@ def outcomes_of(
     """How every rank ended; ranks may fail, and may kill or stop themselves.
 
     Args:
-        grace_s: for the others, when one has ended.
+        grace_s: for the others, once one has returned.
         stopped: ranks that stop themselves, and never end: nobody waits for them.
     """
     from torch.distributed import TCPStore
@@ -143,11 +143,11 @@ def outcomes_of(
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """Processes are forks of one that has loaded what they need."""
+    """A context whose processes are forks of a server that has loaded what they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
     with pytest.MonkeyPatch.context() as patch:
-        tests = Path(__file__).parent  # the server does not get sys.path; the package is the one beside them
+        tests = Path(__file__).parent  # the server does not get sys.path; the package is the one beside the tests
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests, tests / "train", tests.parent))))
         forkserver.ensure_running()
     return context
@@ -169,7 +169,7 @@ def _rank(
     import torch
     from torch import distributed
 
-    signal.alarm(math.ceil(ends_in_s) + 10)  # where the test itself was killed nobody else ends this
+    signal.alarm(math.ceil(ends_in_s) + 10)  # if the test itself was killed, nobody else ends this process
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -179,7 +179,7 @@ def _rank(
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
         end.send((function(rank, ranks, *arguments), None))
         end.close()
-        with contextlib.suppress(RuntimeError):  # of one that has gone
+        with contextlib.suppress(RuntimeError):  # a rank has gone
             distributed.barrier()  # the others may need what this one keeps
     except BaseException:
         end.send((None, traceback.format_exc()))

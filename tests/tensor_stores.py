@@ -24,7 +24,7 @@ TIERS = list(Tier)
 
 
 class QuickBackend(Backend):
-    """Without the waits for the disk: these tests kill nothing below the process."""
+    """Does not wait for the disk: at most the process is killed in these tests, and the page cache outlives that."""
 
     def _call_fdatasync(self, descriptor: int, path: Path) -> None:
         pass
@@ -71,13 +71,13 @@ async def value_of(store: TensorStore, name: str) -> float:
 
 
 async def settled(store: TensorStore) -> None:
-    """Loads and removals that nobody waits for have ended."""
+    """Wait for the loads and removals that nobody else waits for."""
     while store._owner._tasks:
         await asyncio.wait(set(store._owner._tasks))
 
 
 def assert_at_rest(store: TensorStore) -> None:
-    """Nothing is lent but the homes: no buffer, no room on the device."""
+    """Only homes, and idle copies on the device, take memory: no buffer is lent, no copy in use, no job running."""
     homes = store._homes
     assert store._arena is not None
     for name, pool in store._arena._pools.items():
@@ -97,7 +97,7 @@ def pack_files(path: Path) -> list[str]:
 
 
 def named_files(path: Path) -> list[str]:
-    """Packs that the manifests name, of the last two generations: the files that are to be there."""
+    """The packs that the manifests of the last two generations name: exactly these files should be there."""
     manifests = [json.loads(file.read_text().splitlines()[0]) for file in (path / "store").glob("manifest-*.json")]
     return sorted({f"{kind}.a.safetensors" for manifest in manifests for kind in manifest["records"]})
 

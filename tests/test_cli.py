@@ -30,7 +30,7 @@ from tierstore.store import slots
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the training application was asked; its first item, if any, is returned or raised by it."""
+    """The options that the training application was given. It returns or raises an item that a test puts in before."""
     answers: list[Any] = []
 
     def answer(options: TrainOptions, reporter: Any, stop: Any, crew: Any) -> Outcome:
@@ -182,7 +182,7 @@ def test_debug_shows_where_it_was_raised(asked: list[Any]) -> None:
 
 
 def callbacks() -> list[Any]:
-    """What the commands call."""
+    """The functions of all commands."""
     commands = [*app.registered_commands, *(one for group in app.registered_groups if group.typer_instance
                                             for one in group.typer_instance.registered_commands)]  # fmt: skip
     return [one.callback for one in commands]
@@ -222,7 +222,7 @@ def test_a_stopped_run_says_what_is_kept(asked: list[Any], nvme: list[str], sent
 
 
 def test_an_interrupt_during_the_imports_is_one_sentence(tmp_path: Path) -> None:
-    # A stand-in for torch, whose real import interrupts itself where an exception would be printed and lost.
+    # A stand-in for torch: its import is interrupted in a weakref callback, where an exception is printed and lost.
     (tmp_path / "torch.py").write_text(
         "import os, signal, weakref\n"
         "class Importing: pass\n"
@@ -242,7 +242,7 @@ def test_an_interrupt_before_any_command_runs_is_one_sentence(start: list[str], 
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     root = Path(tierstore.__file__).parents[1]
     for handler, expected in ((signal.default_int_handler, (130, "tierstore: interrupted\n")), (signal.SIG_IGN, None)):
-        before = signal.signal(signal.SIGINT, handler)  # the child begins with it, or has it ignored
+        before = signal.signal(signal.SIGINT, handler)  # the child starts with the default action or ignores SIGINT
         try:
             result = subprocess.run([sys.executable, *start, "--help"], cwd=root, capture_output=True, text=True,
                                     env={"PYTHONPATH": f"{tmp_path}:{root}"}, timeout=60)  # fmt: skip
@@ -341,7 +341,7 @@ def test_a_command_that_is_interrupted_while_it_imports_says_so(
 
 
 def test_only_a_third_interrupt_ends_what_cleans_up(capfd: pytest.CaptureFixture[str]) -> None:
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background jobs
     left: list[int] = []
     cleaned: list[str] = []
 

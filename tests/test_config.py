@@ -145,7 +145,7 @@ def test_a_config_error_is_also_a_value_error() -> None:
 
 
 def test_a_path_begins_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a shell, which leaves what follows a `=` alone."""
+    """As a shell expands `~`; but a shell leaves it alone after a `=`, as in `--nvme=~/run1`."""
     monkeypatch.setenv("HOME", "/home/me")
     tiers = TierConfig(nvme=["~/run1", "/a/~", "/b/~root"], bandwidth="~/rates.json")
     assert tiers.nvme == (Path("/home/me/run1"), Path("/a/~"), Path("/b/~root"))
@@ -153,7 +153,7 @@ def test_a_path_begins_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_home_a_path_cannot_begin_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user has no entry."""
+    """As in a container whose user has no passwd entry."""
 
     def no_home(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -13,7 +13,7 @@ from tierstore.errors import FormatError
 sys.path.insert(0, str(ROOT / "tools"))
 fuzz = load("fuzz")
 REFUSED = {"pack": {"plain", "empty"}, "torch": {"sparse"}}
-"""Good inputs that are refused, for they are ordinary safetensors, or sparse."""
+"""Good inputs that are refused, because they are ordinary safetensors files, or sparse."""
 
 
 @pytest.mark.filterwarnings("ignore")  # a crafted file makes zipfile and torch warn

@@ -1,4 +1,4 @@
-"""What the package says of itself: the maps of its floors, and the modules that it names, are there."""
+"""What the package says of itself is true: the maps of its floors are complete, and modules that it names exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_map_names_every_module_and_no_other(floor: str) -> None:
 def test_modules_that_are_named_are_there() -> None:
     sources = [path.resolve() for folder in ("tierstore", "tools", "tests") for path in (ROOT / folder).rglob("*.py")]
     named = [(path, name) for path in sources for name in re.findall(r"`([a-z_/]+\.py)`", path.read_text("utf-8"))]
-    # From a folder of the module on, or from the package.
+    # A name is a path from a folder above the module, or from the package.
     missing = [
         f"{path.relative_to(ROOT)}: {name}"
         for path, name in named

@@ -34,7 +34,7 @@ def test_each_applies_and_names_a_test() -> None:
 
 
 def test_a_name_that_none_has_runs_no_test(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    load("mutations")  # which it imports
+    load("mutations")  # mutate.py imports it
     mutate = load("mutate")
     monkeypatch.setattr(sys, "argv", ["mutate.py", "--only", "no such name"])
     monkeypatch.setattr(mutate, "run_tests", lambda *given: (0, ""))

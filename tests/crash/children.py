@@ -30,8 +30,8 @@ class Blow:
     """What happens to a run.
 
     Attributes:
-        ranks: those that it hits.
-        at_call: they end by SIGKILL inside this system call; None: they get `signal` after `after_s`.
+        ranks: the ranks that it hits.
+        at_call: number of the system call inside which they end by SIGKILL; None: they get `signal` after `after_s`.
     """
 
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Blow:
 
 
 class Marks:
-    """Where each process is, in memory that it shares with its parent: a number that survives it."""
+    """Where each process is, in memory shared with the parent: numbers that survive the process."""
 
     def __init__(self, ranks: int) -> None:
         self._shared = mmap.mmap(-1, 2 * ranks)
@@ -50,7 +50,7 @@ class Marks:
         self._shared[:] = bytes(len(self._shared))
 
     def set(self, rank: int, phase: int, call: int = 0) -> None:
-        """Numbers from 1 on."""
+        """Numbers from 1 on; with phase 0 the phase stays."""
         self._shared[2 * rank] = phase or self._shared[2 * rank]
         self._shared[2 * rank + 1] = call
 
@@ -91,7 +91,7 @@ def run_children(work: Callable[[int], None], ranks: int, folder: Path, blow: Bl
 def _fork(work: Callable[[int], None], rank: int, folder: Path) -> int:
     child = os.fork()
     if child:
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # whoever comes first
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # parent or child, whichever is first
             os.setpgid(child, child)
         return child
     status = FAILED
@@ -123,7 +123,7 @@ def _have_ended(children: Sequence[int], within_s: float) -> bool:
 
 
 def _reap(child: int) -> int:
-    """Its end, and that of all it has started."""
+    """Kill a child and all that it has started; how the child ended."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # it is not reaped yet, so the number is still its own
+        os.killpg(child, signal.SIGKILL)  # the child is not reaped yet, so the number is still its own
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -28,7 +28,7 @@ WAYS = {
 
 
 def cut_once(way: Way, expected: list[State], closed: Path, folder: Path, draw: random.Random, cuts: int) -> list[int]:
-    """Go on with a store for two steps, cut at some instants, and look at each; the steps that were found."""
+    """Go on with a store for two steps, cut the power at some instants, and resume each; the steps that were found."""
     live = shutil.copytree(closed, folder / "live")
     backend = JournalBackend(live)
     with opened(way, live, backend) as run:
@@ -49,7 +49,7 @@ def cut_once(way: Way, expected: list[State], closed: Path, folder: Path, draw: 
 
 
 def cut(count: int, seed: int, root: Path, advance: Callable[[], object]) -> Findings:
-    """So many cuts, in all ways to train in turn."""
+    """Make `count` cuts, shared by all ways to train."""
     torch.set_num_threads(1)
     found, draw = Findings("power cuts"), random.Random(seed)
     left, broken, total = count, "", 0

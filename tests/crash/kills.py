@@ -4,8 +4,8 @@ A parent that computes nothing imports everything once and forks a process per r
 a second. A run is ended by SIGKILL inside its n-th system call on the store, a write being cut in the middle; or by
 SIGKILL at a random moment; or asked to end by SIGTERM or SIGINT. All draws are seeded.
 
-What a step leaves in the log (loss, norm, rate, data position, random states) is written before its commit, so after
-kills a step may stand there twice, equal, but never not at all.
+A step writes its line of the log (loss, norm, rate, data position, random states) before its commit. So after kills the
+log may hold a step twice, with equal lines, but it never lacks a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # here, not in each process: every optimizer imports it, for two seconds
+import torch._dynamo  # here, not in each process: every optimizer imports it, which takes two seconds
 import xxhash
 from crash.children import LOST, Blow, Marks, run_children
 from crash.claims import Broken, Findings
@@ -170,9 +170,9 @@ def make_engine(variant: Variant, place: Place, batches: Batches, backend: Killi
 
 
 def train(variant: Variant, place: Place, kill_at: int | None) -> None:
-    """Train to the last step, or to the end of one in which a signal comes, resuming what is there.
+    """Resume what is there, and train to the last step, or to the end of the step in which a signal comes.
 
-    Leaves `log`, `begun` and `stopped` or, at the end, `weights` and `calls`: one of each rank.
+    Each rank leaves `log`, `begun` and `stopped` or, at the last step, `weights` and `calls`.
     """
     stop = StopRequest(rank=place.rank, ranks=place.ranks).__enter__()  # to the end of the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -234,7 +234,7 @@ def loop(engine: Engine, batches: Batches, place: Place, stop: StopRequest) -> N
 
 
 def is_asked_to_stop(stop: StopRequest, ranks: int) -> bool:
-    """Whether one of the ranks is."""
+    """Whether one of the ranks was asked to."""
     asked = [stop.signal_number]
     if ranks > 1:
         asked = [None] * ranks
@@ -245,7 +245,7 @@ def is_asked_to_stop(stop: StopRequest, ranks: int) -> bool:
 
 @contextlib.contextmanager
 def others_may_die() -> Iterator[None]:
-    """Around collectives that are not the engine's."""
+    """Around collectives that are not the engine's: their errors mean that a rank was lost."""
     try:
         yield
     except RuntimeError as error:
@@ -334,7 +334,7 @@ class Lap:
         return json.loads(path.read_text()) if path.exists() else None
 
     def _check_begin(self, committed: int, stopped: int | None) -> None:
-        """What was committed is there, with no more descriptors than the first time."""
+        """The run began with what was committed, and with as many files open as the reference."""
         path = self.folder / "begun.0"
         begun = json.loads(path.read_text()) if path.exists() else None
         if begun is None:
@@ -358,7 +358,7 @@ class Lap:
                 raise Broken(f"{self._variant.name}: rank {rank} ended by {status} after {blow}:\n{said}")
 
     def blow(self, reference: Reference) -> Blow:
-        """Where the next one falls."""
+        """Where the next blow falls."""
         draw, everybody = self._draw, tuple(range(self._ranks))
         kind = draw.choices(("call", "moment", "stop"), (3, 3, 1))[0]
         one = (draw.randrange(self._ranks),)
@@ -376,7 +376,7 @@ def newest_generation(folder: Path) -> int:
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """Sizes in bytes of all that the stores in a folder hold, but for their locks."""
+    """Sizes in bytes of all files in the stores of a folder, except their locks."""
     paths = (path for path in folder.glob("store*/*") if not re.fullmatch(r"lock(\.\d+)?", path.name))
     return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
 
@@ -430,7 +430,7 @@ def compare(reference: Reference, folder: Path, ranks: int, outcome: Outcome) ->
 def run_variant(
     variant: Variant, blows: int, seed: int, root: Path, ranks: int, advance: Callable[[], object]
 ) -> Outcome:
-    """Deal so many blows and compare; a lap that ends before the last one is followed by another.
+    """Deal so many blows and compare; a lap that ends before the last blow is followed by another lap.
 
     Raises:
         Broken: a promise was not kept.
@@ -454,7 +454,7 @@ def run_variant(
 
 
 def kill(variants: list[str], blows: int, seed: int, root: Path, ranks: int, advance: Callable[[], object]) -> Findings:
-    """Deal so many blows to these variants together, and see whether all promises were kept."""
+    """Share so many blows out over these variants, and see whether all promises were kept."""
     torch.set_num_threads(1)  # no threads before a fork
     warm_up({"fp32", "bf16"})
     if threading.active_count() > 1 or sys.platform != "linux":

@@ -1,10 +1,10 @@
-"""A long run on a disk that fails now and then: nothing grows, and a step costs at the end what it cost at the begin.
+"""A long run on a disk that fails now and then: nothing grows, and a step costs at the end what it cost at first.
 
 [Note: blocks] A figure of a block of steps is the median of its steps, so that what other programs do meanwhile, the
 first step, and the step after a fault do not count.
 
 [Note: newcomer] The CPU time of the same step differs by a quarter from minute to minute on a shared machine. So the
-last block takes its steps in turns with a process that has just begun, and that one's are the first ones of CPU time.
+last block takes its steps in turns with a process that has just begun, whose CPU times stand for those of the first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAME, GROWTH = 0.05, 0.01
 
 
 class FlakyBackend(Backend):
-    """Interrupts, refuses or shortens a few transfers; fails the next call of any kind when it is told to.
+    """Interrupts, refuses or shortens a few transfers; fails the next transfer or sync when it is told to.
 
     Attributes:
         faults: how many there were, by kind.
@@ -97,7 +97,7 @@ class FlakyBackend(Backend):
 
 
 class Noise:
-    """Batches, each of which follows from its number; what a run registers."""
+    """Batches, each of which follows from its number; a run registers this as its data."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -169,7 +169,7 @@ class Soak:
                     return engine.state_dict()
             except StorageError:
                 self.resumed += 1
-                gc.collect()  # an engine is a ring of objects: else how many are there is a matter of luck
+                gc.collect()  # an engine is a cycle of objects: without this it is a matter of luck how many are left
 
     def _steps_of(self, engine: Engine, noise: Noise, advance: Callable[[], object]) -> None:
         before = self._spent()
@@ -221,7 +221,7 @@ def block_of(steps: int) -> int:
 
 @contextlib.contextmanager
 def newcomer(seed: int, folder: Path) -> Iterator[Callable[[], float]]:
-    """A process that has just begun; call what it gives for one step of it, which returns its CPU time in seconds."""
+    """A process that has just begun; gives a function that makes it take one step and returns the CPU time, seconds."""
     context = multiprocessing.get_context("fork")  # before anything is trained here; an import takes ten seconds
     here, there = context.Pipe()
     process = context.Process(target=_step_when_asked, args=(seed, folder, there, here), daemon=True)
@@ -239,7 +239,7 @@ def newcomer(seed: int, folder: Path) -> Iterator[Callable[[], float]]:
 
 
 def _step_when_asked(seed: int, folder: Path, asked: Connection, other_end: Connection) -> None:
-    other_end.close()  # else this one would not hear of the other's end
+    other_end.close()  # else this process would not notice the end of the other
     settle_in()
     engine, noise = Soak(0, seed, folder).open()
     with engine:
@@ -258,7 +258,7 @@ def settle_in() -> None:
 
 
 def soak(steps: int, seed: int, root: Path, advance: Callable[[], object]) -> Findings:
-    """So many steps with faults; compares what is there and what is spent in the first block and in the last."""
+    """Take so many steps with faults; compare what is there and what is spent in the first block and in the last."""
     settle_in()
     fresh_s: list[float] = []
     with newcomer(seed, root / "newcomer") as fresh:

@@ -177,7 +177,7 @@ class Turn:
 def test_the_mark_of_a_copy_comes_right_behind_it(
     device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else two threads would wait for both copies, and the stream have nothing to do until they wake."""
+    """Otherwise both threads would wait for both copies, and the stream would be idle until they wake."""
     turn, storage = Turn(), torch.UntypedStorage(16)
     record = RecordedEvent.record
 
@@ -250,7 +250,7 @@ def test_memory_of_a_collective_that_does_not_end_is_kept(
 def test_a_mark_is_asked_with_its_gpu_current(
     device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that waits for marks names no GPU: asked by it, CUDA would take memory of the first one."""
+    """The thread that waits for marks selects no GPU itself, so CUDA would take memory of the first one."""
     seen: list[list[torch.device]] = []
     monkeypatch.setattr(RecordedEvent, "synchronize", lambda self: seen.append(cuda.devices.copy()))
     monkeypatch.setattr(RecordedEvent, "query", lambda self: seen.append(cuda.devices.copy()))
@@ -278,7 +278,7 @@ class TestCuda(DeviceContract):
         return open_device("cuda")
 
     def test_release_waits_for_the_compute_stream(self, device: ComputeDevice) -> None:
-        """Without the mark, the next group's bytes would be read by this group's slow kernel."""
+        """Without the mark, this group's slow kernel would read the next group's bytes."""
         storage = self.empty_storage(device)
         nbytes = 2**24
         device.allocate(storage, nbytes)
@@ -306,7 +306,7 @@ class TestCuda(DeviceContract):
         assert [int(result) for result in results] == [nbytes, 2 * nbytes]
 
     def test_copy_out_waits_for_its_mark(self, device: ComputeDevice) -> None:
-        torch.full((2**20,), 3.0, device=device.torch_device) * 2  # a kernel that is loaded waits for those before it
+        torch.full((2**20,), 3.0, device=device.torch_device) * 2  # warm-up: loading a kernel waits for those before it
         torch.cuda._sleep(200_000_000)
         gradient = torch.full((2**20,), 3.0, device=device.torch_device) * 2
         target = np.zeros(gradient.nbytes, np.uint8)

@@ -39,7 +39,7 @@ if INTERPRETED:
     from triton.runtime import interpreter
 
     def run_instruction(_self: Any, instruction: str, _constraints: str, values: list[Any], *_: Any) -> SimpleNamespace:
-        """The two that the kernels have."""
+        """The two instructions that the kernels have."""
         compute = {"sqrt.rn.f32": np.sqrt, "div.rn.f32": np.divide}[instruction.split()[0]]
         done = interpreter.TensorHandle(compute(*(value.data for value in values)), values[0].dtype)
         return SimpleNamespace(get_result=lambda _: done)
@@ -70,7 +70,7 @@ def plausible(elements: int, random: np.random.Generator) -> list[np.ndarray]:
 
 
 def near_zero(elements: int, random: np.random.Generator) -> list[np.ndarray]:
-    """The same where roots and quotients are of denormals, or are denormal."""
+    """The same, but so small that roots and quotients are of denormals, or are denormal."""
     scales = (1e-37, 1e-36, 1e-35, 1e-18)
     return [part * np.float32(scale) for part, scale in zip(plausible(elements, random), scales, strict=True)]
 
@@ -112,7 +112,7 @@ class Chunk:
             views.complement[:] = random.integers(-(2**15), 2**15, p.size)
 
     def values(self) -> dict[str, np.ndarray]:
-        """Bits of each section, those of all NaN the same."""
+        """Bits of each section, the same for every NaN."""
         views = view_state(self.dtype, self.state)
         found = {"m": views.m, "v": views.v, "weights": self.weights, "complement": views.complement}
         is_nan = np.isnan(to_float(self.dtype, self.weights))
@@ -132,7 +132,7 @@ def on_the_device(array: np.ndarray, offset: int) -> torch.Tensor:
 
 
 def step(dtype: str, there: Sequence[torch.Tensor], runs: Runs, chunk_elements: int) -> gpu_kernels.AdamStep:
-    """Of weights, state and gradient."""
+    """A step on these bytes of weights, state and gradient."""
     elements = there[0].numel() // ELEMENT[dtype].itemsize
     return gpu_kernels.AdamStep(dtype, *(part.data_ptr() for part in there), elements, chunk_elements, runs)
 
@@ -198,7 +198,7 @@ def test_chunks_that_follow_each_other_are_updated_as_alone(dtype: str, last: in
 
 @on_device
 def test_many_steps_are_as_one_by_one() -> None:
-    """Of each sort, more than a launch takes, of all sizes."""
+    """Of each dtype, more runs than one launch takes, of all sizes."""
     random, steps, expected, kept = np.random.default_rng(5), [], [], []
     for index in range(3 * 70):
         dtype, elements, c = DTYPES[index % 3], 1 + 37 * index, (PLAIN, COUPLED)[index % 2]

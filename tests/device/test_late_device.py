@@ -1,4 +1,4 @@
-"""What `tests/late_device.py` tells, and what not: each rule is broken once."""
+"""What `tests/late_device.py` reports, and what it does not: each rule is broken once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_copy_in_of_what_a_kernel_will_change_again(device: LateDevice) -> Non
     storage, tensor = on_device(device)
     with queueing(device):
         tensor.mul_(2)
-        device.copy_in(storage, 0, as_bytes(2.0))  # the same bytes, and 4 when the kernel runs
+        device.copy_in(storage, 0, as_bytes(2.0))  # the same bytes, but 4 once the kernel runs
     assert device.hazards == ["a copy to the device does not wait for kernel 1, aten.mul_.Tensor; 0 have run"]
 
 

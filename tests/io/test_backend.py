@@ -24,7 +24,7 @@ PAGE = 4096
 
 
 class Btrfs(Backend):
-    """Notes the size of each file that it asks to overwrite in place: this is for empty ones only."""
+    """Notes each file that it asks to overwrite in place, and its size: btrfs accepts this for empty files only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_holes_of_a_new_file_take_no_space(holes: list[tuple[int, int]], disk_pa
 def test_a_range_is_copied_to_the_same_place(
     refusal: int | None, disk_path: Path, buffers: tuple[Bytes, Bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the system copies nothing between files by itself."""
+    """Also where `copy_file_range` does not work."""
 
     def refuse(*_: int) -> int:
         assert refusal is not None

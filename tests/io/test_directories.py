@@ -21,7 +21,7 @@ from tierstore.train.engine import Engine
 
 
 def mount(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The system says that this directory is on such a file system, and others on others."""
+    """Make the system say that this directory is on a file system of this kind, and others on other ones."""
     device = path.stat().st_dev
     lines = [
         "22 27 0:9999 / /a\\040b rw,relatime shared:1 - tmpfs tmpfs rw",
@@ -63,7 +63,7 @@ def test_no_store_is_in_memory_without_a_word(tmp_path: Path, monkeypatch: pytes
 
 
 def test_no_loop_of_a_caller_asks_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says of a disk that hangs may never come."""
+    """If the disk hangs, the answer may never come."""
     threads: list[threading.Thread] = []
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,7 +107,7 @@ def test_a_lock_held_while_forking_does_not_hang_the_child(runtime: Runtime) -> 
 
 
 def map_at(address: int) -> None:
-    """Maps a page there, as an allocator of the child may. Raises OSError where something stands."""
+    """Maps a page at this address, as an allocator of the child may. Raises OSError if something is mapped there."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
@@ -120,7 +120,7 @@ def test_a_mapping_forgotten_in_the_child_is_not_unmapped_there(is_closed: bool)
     """Its address may belong to something newer in the child."""
     arenas = [Arena(2**22)]
     address = arenas[0]._bytes.ctypes.data
-    views = [arenas[0].pool("test", 4096)._memory]  # what waits for the collector may hold one
+    views = [arenas[0].pool("test", 4096)._memory]  # garbage that is not collected yet may hold one
     if is_closed:
         arenas[0].close()
 

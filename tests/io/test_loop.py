@@ -1,4 +1,4 @@
-"""The loop is woken by other threads, also by one that comes before it waits; timers end its waits."""
+"""Other threads wake the loop, also one that calls before the loop waits; timers end its waits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_call_before_the_wait_is_not_lost(loop: Loop) -> None:
 
 
 def test_every_thread_gets_its_answer(loop: Loop) -> None:
-    """Each waits for the loop before it calls again, so a call that is not heard stops the test."""
+    """Each thread waits for the loop before it calls again, so a call that is not heard fails the test."""
     served = threading.Thread(target=loop.run_forever, daemon=True)
     served.start()
     answered: list[bool] = []

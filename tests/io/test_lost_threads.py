@@ -1,4 +1,4 @@
-"""A thread that ends by something else than its work: nobody waits for it, and what is left closes."""
+"""A thread that ends before its work is done: nobody goes on waiting for it, and what is left closes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def end(thread: threading.Thread) -> None:
-    """`SystemExit` in a thread, at its next step."""
+    """Raise `SystemExit` in a thread, at its next step."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
@@ -63,7 +63,7 @@ def test_the_jobs_of_a_lost_worker_fail_at_once(pool: WorkerPool) -> None:
             await pool.submit(Priority.DEMAND, int)
         assert isinstance(caught.value.__cause__, SystemExit)
         may_end.set()
-        assert await busy == "ended"  # the other thread does what it has begun
+        assert await busy == "ended"  # the other thread finishes what it has begun
 
     asyncio.run(main())
 
@@ -122,7 +122,7 @@ def test_a_loop_that_is_lost_in_the_turn_in_which_closing_ends_stops_all_the_sam
 
 @pytest.mark.parametrize("is_called", [False, True])
 def test_a_task_that_exits_is_told_as_the_end_of_the_loop(is_called: bool) -> None:
-    """And not as `SystemExit`, which would end whoever closes."""
+    """And not as `SystemExit`, which would end the thread that closes."""
 
     async def work() -> None:
         raise_exit()

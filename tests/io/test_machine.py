@@ -1,4 +1,4 @@
-"""How much memory there may be had: of the machine, of control groups of both versions, of several processes."""
+"""How much memory may be taken: limits of the machine and of control groups of both versions, several processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN_OF_VERSION_1 = "5:cpu:/a\n4:hugetlb,memory:/a/b\n0::/\n"
 
 @pytest.fixture(autouse=True)
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with so much memory, half of it free, and no control groups yet."""
+    """A machine with `MACHINE_BYTES` of memory, half of it free, and no control groups yet."""
     memory = SimpleNamespace(total=MACHINE_BYTES, available=MACHINE_BYTES // 2)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(machine, "_GROUPS", tmp_path / "groups")
@@ -84,7 +84,7 @@ def test_a_limit_counts_for_those_who_are_under_it(groups: Path) -> None:
         refuse_impossible([mine, mine], "it")
     elsewhere = MemoryClaim({"another machine": MACHINE_BYTES}, MACHINE_BYTES, 0)
     refuse_impossible([mine, elsewhere], "it")
-    with pytest.raises(BudgetError, match=r"1.37 KiB of CPU memory"):  # at all, also where it is not
+    with pytest.raises(BudgetError, match=r"1.37 KiB of CPU memory"):  # in all processes, also on the other machine
         refuse_impossible([elsewhere, other, other], "it")
 
 

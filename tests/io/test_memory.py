@@ -163,8 +163,8 @@ def test_a_place_is_waited_for_until_its_last_byte_is_free() -> None:
         pool = make_pool(4)
         ends = [pool.try_reserve_last(PAGE, 0), pool.try_reserve_last(PAGE, 2 * PAGE)]
         assert [end.start for end in ends if end is not None] == [3 * PAGE, 2 * PAGE]
-        assert pool.try_reserve_last(PAGE, PAGE + 1) is None  # there is a page, but not above
-        assert pool.try_reserve_last(8 * PAGE, 0) is None  # nor ever
+        assert pool.try_reserve_last(PAGE, PAGE + 1) is None  # there is a free page, but not above that offset
+        assert pool.try_reserve_last(8 * PAGE, 0) is None  # nor will there ever be
         place = asyncio.create_task(pool.reserve_at(2 * PAGE, 2 * PAGE))
         for end in ends:
             await asyncio.sleep(0)
@@ -353,14 +353,14 @@ def test_huge_pages_are_asked_for() -> None:
 
 
 def test_neighbours_are_one_to_the_system() -> None:
-    """Of a process it has some 65,000, and says no to all that comes after them."""
+    """It allows a process some 65,000 mappings, and refuses all after them."""
     before = len(Path("/proc/self/maps").read_text().splitlines())
     kept = [huge_pages(HUGE_PAGE_BYTES)[1] for _ in range(400)]
     assert len(Path("/proc/self/maps").read_text().splitlines()) - before < len(kept) / 2
 
 
 def test_a_kernel_without_huge_pages_has_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 2**20)  # no advice that it knows
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 2**20)  # no advice that the kernel knows
     assert huge_pages(HUGE_PAGE_BYTES)[1].size == HUGE_PAGE_BYTES
 
 

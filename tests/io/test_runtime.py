@@ -273,7 +273,7 @@ class TestClose:
 
 
 def test_exit_without_close_does_not_hang() -> None:
-    """A task is ended in order; a stuck worker job does not hold the exit up."""
+    """A task ends in order; a worker job that is stuck does not hold up the exit."""
     script = """
 import asyncio, threading
 from tierstore.io.runtime import Runtime

@@ -1,4 +1,4 @@
-"""The loop's thread asks for short slices; what it starts does not have them, and nothing else of it changes."""
+"""The loop's thread asks for short time slices; threads that it starts do not have them, and nothing else changes."""
 
 from __future__ import annotations
 

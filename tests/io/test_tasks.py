@@ -1,4 +1,4 @@
-"""Work side by side, whose failures are all told, and what was not done is not called done; what goes on to its end."""
+"""Work side by side: all failures are reported, and cancelled work is not called done. Work that goes to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads whose end is waited for: an interrupt ends the waiting, and not what is known of the thread."""
+"""Threads whose end is waited for: an interrupt ends the wait, and the thread still counts as running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.io.threads import WaitedThread
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """A signal that interrupts the main thread, soon."""
+    """SIGALRM interrupts the main thread; a test sets the timer."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -72,7 +72,7 @@ def test_a_runtime_that_was_interrupted_as_it_started_closes_at_once(
 
 
 def test_a_runtime_whose_loop_is_closed_by_half_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that an interrupt has closed by half cannot be closed any more; who uses it may let go."""
+    """An interrupt has cut the closing of the loop short: its thread has ended, so its users may let go."""
     runtime = Runtime("half").start()
     loop = runtime.loop
 

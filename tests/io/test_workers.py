@@ -96,7 +96,7 @@ def test_awaiting_a_job_holds_cancellation_back(pool: WorkerPool) -> None:
         waiter.cancel()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not waiter.done()  # whoever frees a lease behind it does so when the thread has ended
+        assert not waiter.done()  # a lease that is freed behind it is freed only when the job has ended
         gate.may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await waiter

@@ -19,7 +19,7 @@ from tierstore.kernels.compile_cache import compiled
 
 @pytest.fixture
 def function(tmp_path: Path) -> Iterator[Callable[[float], float]]:
-    """Of a module of its own, whose cache is `tmp_path / "cache"`."""
+    """A function in a module of its own, whose cache is `tmp_path / "cache"`."""
     (tmp_path / "loops.py").write_text("def twice(x):\n    return 2.0 * x\n")
     spec = importlib.util.spec_from_file_location("loops", tmp_path / "loops.py")
     assert spec is not None
@@ -34,7 +34,7 @@ def function(tmp_path: Path) -> Iterator[Callable[[float], float]]:
 
 
 def hits(function: Callable[[float], float]) -> int:
-    """How often the cache had it, in a process that has not compiled it."""
+    """How often the cache had the function, for a caller that has not compiled it yet."""
     loop: Any = compiled(function)
     assert loop(1.5) == 3.0
     return sum(loop.stats.cache_hits.values())

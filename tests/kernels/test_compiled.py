@@ -38,14 +38,14 @@ def test_an_optimizer_of_plain_arrays_compiles_no_more_than_it_uses():
 @pytest.mark.parametrize("broken", ["read-only", "with gaps", "float64"])
 @pytest.mark.parametrize("place", range(6), ids=["weights", "gradient", "m", "v", "complement", "copy"])
 def test_what_addresses_would_misread_is_refused(place: int, broken: str) -> None:
-    """By the compiler: it sees types, and nothing looks at them afterwards."""
+    """The compiler refuses it: it sees the types, and nothing looks at them afterwards."""
     arrays = [np.zeros(64, dtype) for dtype in (np.uint16, np.uint16, np.float32, np.float32, np.int16, np.uint16)]
     if broken == "read-only":
         arrays[place].flags.writeable = False
     else:
         arrays[place] = np.zeros(128, arrays[place].dtype)[::2] if broken == "with gaps" else np.zeros(64)
     scalars = compiled.Scalars(*[np.float32(1)] * 10)
-    if (place, broken) == (1, "read-only"):  # which is only read
+    if (place, broken) == (1, "read-only"):  # the gradient is only read
         compiled.adam(*arrays, scalars)
         return
     with pytest.raises(numba.TypingError):

@@ -1,4 +1,4 @@
-"""Digests: what the library computes from the bytes, leaf by leaf, whoever computes it and whenever."""
+"""Digests are what the library xxhash computes from the bytes, leaf by leaf, whoever computes them and whenever."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_digest_is_that_of_the_leaves(size: int) -> None:
 
 
 def test_the_digest_does_not_change_with_a_release() -> None:
-    """It is on the disk."""
+    """Digests are on the disk."""
     data = np.arange(5 * 4096, dtype=np.uint32).astype(np.uint8)
     assert (digest(data), digest(data[:100])) == (0x1D19858676D3AFBC, 0x6DCF054756F0933A)
 

@@ -1,4 +1,4 @@
-"""A disk that does not answer, and threads that are gone, in training: told in time, and no step is lost."""
+"""A disk that does not answer, and threads that are gone: reported in time, and no step is lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_call_that_never_returns_is_named_with_its_file(
     disk = FaultyBackend(HANG, at=10**9, kinds=(kind,))
 
     def ends_within(self: Runtime, limit_s: float, call: Any) -> bool:
-        """No deadline passes before the disk hangs, and then every one soon does."""
+        """No deadline passes before the disk hangs; then every deadline soon does."""
         while not call.waiting.acquire(timeout=0.02):
             if disk.is_hung.is_set() and not disk.goes_on.is_set():
                 return False
@@ -80,7 +80,7 @@ def test_a_call_that_never_returns_is_named_with_its_file(
     finally:
         disk.goes_on.set()
         run.engine._parts.runtime.timeout_s = 20.0
-        with contextlib.suppress(TierstoreError):  # of what was given up
+        with contextlib.suppress(TierstoreError):  # from work that was given up
             run.engine.close()
         run.engine.close()
     assert disk.hit is not None
@@ -93,7 +93,7 @@ def test_a_call_that_never_returns_is_named_with_its_file(
 def test_an_engine_that_cannot_be_taken_down_keeps_the_lock(
     begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What hangs while it is made may still write."""
+    """Threads of it that hang may still write."""
     shutil.copytree(begun, tmp_path / "run")
     kept: list[Any] = []
 
@@ -121,7 +121,7 @@ def test_an_engine_that_cannot_be_taken_down_keeps_the_lock(
 def test_a_flush_that_came_too_late_can_be_repeated(
     begun: Path, expected: list[State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who gives up waiting does not stop what is waited for."""
+    """A caller that gives up waiting does not stop the flush."""
     shutil.copytree(begun, tmp_path / "run")
     disk = FaultyBackend(HANG, at=10**9, kinds=("pwrite",))
     with opened(WAY, tmp_path / "run", disk) as run:
@@ -180,7 +180,7 @@ def test_an_update_that_fails_within_backward_is_told_at_once(
 ) -> None:
     options: dict[str, Any] = {"update": update, "max_grad_norm": 1e9 if update == "speculative" else None}
     model = tiny(blocks=5)
-    gpu, cpu = smallest_budgets(model, nvme=[tmp_path], **options)  # a group's memory is that of the next one
+    gpu, cpu = smallest_budgets(model, nvme=[tmp_path], **options)  # one group after another uses the same memory
     tiers = TierConfig(nvme=[tmp_path], gpu_memory=gpu, cpu_memory=cpu, timeout_s=20)
 
     async def fails(*_: object) -> None:
@@ -239,7 +239,7 @@ class Hanging(FaultyBackend, tensor_stores.QuickBackend):
 
 
 def slow_to_judge(disk: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait is over before the disk hangs, and then every one soon is."""
+    """No wait is over before the disk hangs; then every wait soon is."""
 
     def begin(self: Watch) -> Callable[[], bool]:
         return lambda: self._backend is disk and disk.is_hung.is_set() and not disk.goes_on.is_set()
@@ -281,7 +281,7 @@ async def use(folder: Path, disk: FaultyBackend) -> None:
 def test_any_hang_of_a_tensor_store_is_told_and_nothing_is_lost(
     kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In opening, use, commit or closing: the loop ends though the disk hangs; the store closes when it answers."""
+    """In opening, use, commit or closing: the loop ends though the disk hangs; the store closes once it answers."""
     folder = tmp_path / "run"
     clean = Hanging(kinds=(kind,))
     if kind != "mkdir":  # a store that is there makes no directory
@@ -381,7 +381,7 @@ def test_files_that_were_to_be_closed_behind_what_hangs_are_closed_with_the_stor
 
 
 def test_an_inner_deadline_is_told_as_it_was(tmp_path: Path) -> None:
-    """It says more than the outer one, whether that has passed or not."""
+    """The inner deadline says more than the outer one, whether the outer one has passed or not."""
     owner = LoopOwner(Watch(FaultyBackend(), 10.0))
 
     async def main() -> None:

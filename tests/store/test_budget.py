@@ -1,4 +1,4 @@
-"""A byte budget: who waits gets its turn, and who is cancelled takes nothing."""
+"""A byte budget: a waiter gets its turn, and a cancelled waiter takes nothing."""
 
 from __future__ import annotations
 

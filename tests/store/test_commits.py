@@ -72,7 +72,7 @@ def commits_of(pack: Pack, manifests: Manifests, team: Team | None = None) -> Co
 
 
 def test_commits_follow_one_another() -> None:
-    """Also those of steps that have written nothing, whose own work waits for nobody."""
+    """Also commits of steps that have written nothing, which have no work of their own to wait for."""
     pack, manifests = Pack(), Manifests()
 
     async def play() -> int:
@@ -150,7 +150,7 @@ def test_what_fails_before_a_commit_is_its_failure() -> None:
 
 
 def test_ranks_tell_each_other_of_a_snapshot_behind_the_commit_that_is_on_its_way() -> None:
-    """Or one of them, whose chunks are durable later, would tell of it first."""
+    """Otherwise a rank whose chunks are durable later than those of the others would tell of the snapshot first."""
     pack, manifests, told = Pack(), Manifests(), []
 
     class Noting(Alone):

@@ -1,4 +1,4 @@
-"""Directories of a store: that they are there after a power cut, and who may have them."""
+"""Directories of a store: they are there after a power cut, and no other store may have them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestDirectories:
                 scenario(backend)
 
     def test_a_striped_store_that_was_broken_off_in_the_making_can_be_made_again(self, tmp_path: Path) -> None:
-        """Each directory says of which store it is, before there is a pack in any."""
+        """Each directory says to which store it belongs before any directory holds a pack."""
         runs = itertools.count()
 
         def scenario(backend: FaultyBackend) -> None:
@@ -79,7 +79,7 @@ class TestDirectories:
 
 
 def test_a_store_that_another_run_has_begun_meanwhile(tmp_path: Path) -> None:
-    """Before it was locked, and after there was no generation in it."""
+    """The other run began after this one had found no generation there, and before this one had locked the store."""
     for name in ("manifest-000000000000.json", "weights.a.safetensors"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="holds generation 0 of a run that has just begun there; go on"):

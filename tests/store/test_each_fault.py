@@ -1,7 +1,7 @@
 """Each kind of fault at calls of a training step: what becomes of it is what the README's table says.
 
-Interruptions are tried at every transfer, the others at every kind of call and at random ones. (`test_faults.py` has
-EIO at every call, of other ways to train, too.)
+EINTR is tried at every transfer, a wrong bit at every read, other faults at each kind of call and at random calls.
+(`test_faults.py` has EIO at every call, and for other ways to train, too.)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_any_other_is_raised_at_once_with_its_place_and_nothing_is_lost(
             caught = error
         assert backend.hit is not None
         kind, path = backend.hit
-        if caught is None:  # it was written over what an old generation leaves
+        if caught is None:  # instead, a file that an old generation left was written over
             assert (fault, path.suffix) == (ENOSPC, ".tmp")
             expected[BEGUN + 1].check_equal(state)
             continue
@@ -94,7 +94,7 @@ def test_any_other_is_raised_at_once_with_its_place_and_nothing_is_lost(
 
 
 def refuses(owner: Any, name: str, pack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of the system fails from now on at such a pack."""
+    """From now on a system call fails for the files of a pack."""
     really = getattr(owner, name)
 
     def call(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -135,7 +135,7 @@ def test_what_could_not_be_made_is_told_and_not_what_could_not_be_removed_then(
 
 
 def told(work: Callable[..., object], *arguments: Any, **options: Any) -> str:
-    """What was found damaged, if anything was."""
+    """The message about damage; empty if none was found."""
     try:
         work(*arguments, **options)
     except ChecksumMismatch as error:
@@ -150,7 +150,7 @@ def test_a_bit_that_is_read_wrong_is_never_trained_on(
     for backend, folder in each(FLIP, calls, ("pread",), begun, tmp_path, len(calls)):
         message = told(lambda: expected[BEGUN + 1].check_equal(go_on(folder, backend)))  # noqa: B023
         found.add(re.sub(r".*(chunk) .* at offset \d+ of .*", r"\1", message))
-        check_resumes(WAY, folder, expected)  # the disk has the right one
+        check_resumes(WAY, folder, expected)  # the bit on the disk is right
     assert found == {"chunk", ""}, "the header of a pack is known, and written anew"
 
 
@@ -166,7 +166,7 @@ def test_a_bit_that_is_written_wrong_is_found_and_the_generation_before_is_whole
 
 
 class FillingDisk(FaultyBackend):
-    """Has no room while it is full: for new bytes of small files, or, where it copies on write, for any.
+    """While full, it has no room for new bytes of small files or, if it copies on write, for any bytes.
 
     The space of packs is allocated before.
     """
@@ -192,7 +192,7 @@ class FillingDisk(FaultyBackend):
 
 @pytest.fixture(scope="module")
 def whole() -> Callable[[Way], tuple[State, list[float]]]:
-    """What a run of `STEPS` steps comes to, and the losses of all."""
+    """The state after a run of `STEPS` steps, and the losses of all its steps."""
 
     @functools.cache
     def trained(way: Way) -> tuple[State, list[float]]:
@@ -251,7 +251,7 @@ AFTER = {Tier.GPU: 2.0, Tier.CPU: 2.0, Tier.NVME: 3.0}
 
 
 async def use(folder: Path, backend: FaultyBackend) -> dict[Tier, float]:
-    """Put, change, move and commit; what is there then."""
+    """Put, change, move and commit; the values that are there then."""
     async with tensor_stores.opened(folder, backend=backend) as store:
         for tier in Tier:
             await store.put(tier.value, tensor_stores.block(2), tier=tier)
@@ -268,7 +268,7 @@ async def look(folder: Path) -> dict[Tier, float]:
 
 
 def is_refused(work: Coroutine[Any, Any, dict[Tier, float]]) -> bool:
-    """Whether an error was told; otherwise what was read is right."""
+    """Whether an error was raised; if none was, what was read is right."""
     try:
         assert tensor_stores.run(work).items() <= AFTER.items()
     except (ShortTransfer, ChecksumMismatch):
@@ -278,7 +278,7 @@ def is_refused(work: Coroutine[Any, Any, dict[Tier, float]]) -> bool:
 
 @pytest.mark.parametrize("fault", [EINTR, PART, NOTHING, FLIP], ids=str)
 def test_a_transfer_of_a_tensor_store(fault: Fault, tmp_path: Path) -> None:
-    """It goes on, or it is told; no value is ever another one."""
+    """It goes on, or an error is raised; no wrong value is ever read."""
     clean = FaultyBackend()
     assert tensor_stores.run(use(tmp_path / "clean", clean)) == AFTER
     count = sum(kind in TRANSFERS for kind in clean.calls)
@@ -291,6 +291,6 @@ def test_a_transfer_of_a_tensor_store(fault: Fault, tmp_path: Path) -> None:
         assert (all(told), any(told_later)) == (True, False)
     elif fault is FLIP:
         assert any(told)
-        assert sum(told_later) > 3  # what was written wrong, but for headers and what was replaced
+        assert sum(told_later) > 3  # what was written wrong, except headers and what was replaced
     else:
         assert not any(told + told_later)

@@ -35,9 +35,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A way to train, the states that it passes through, and the indices of its system calls."""
     way, clean = WAYS[request.param], FaultyBackend()
     train(way, tmp_path_factory.mktemp("clean"), clean)
-    # A store is made in the same way for all, up to its first manifest, and closed after its last. Its first step has
-    # nothing of its own but on the disk, and there the second has no call that the first does not make. So the calls of
-    # one are enough.
+    # All ways make a store by the same calls, up to its first manifest, and close it by the same calls, after its last
+    # one. The first step makes calls of its own only on the disk, and there the second makes none that the first does
+    # not make. So it is enough to try making, closing and, for each way, one of the steps.
     made, stepped, last = (call for call, name in clean.renamed if name.startswith("manifest"))
     end = len(clean.calls)
     calls = {"memory": [*range(made), *range(stepped, last)], "disk": [*range(made, stepped), *range(last, end)]}
@@ -62,7 +62,7 @@ def test_an_error_at_every_call_is_raised_and_loses_nothing(case: Case, tmp_path
 def test_a_commit_that_fails_is_abandoned_and_the_next_step_raises(kind: str, fault: Fault, tmp_path: Path) -> None:
     way = WAYS["memory"]
     expected = expected_states(way, tmp_path / "expected", STEPS)
-    backend = FaultyBackend(fault, at=10**6, times=2 if fault is ENOSPC else 1, kinds=(kind,))  # it is tried twice then
+    backend = FaultyBackend(fault, at=10**6, times=2 if fault is ENOSPC else 1, kinds=(kind,))  # ENOSPC is tried twice
     with contextlib.suppress(TierstoreError), opened(way, tmp_path, backend) as run:
         run.until(1)
         run.engine.flush()
@@ -70,8 +70,8 @@ def test_a_commit_that_fails_is_abandoned_and_the_next_step_raises(kind: str, fa
         run.until(2)
         with pytest.raises(StorageFull if fault is ENOSPC else StorageError, match=str(tmp_path)):
             run.until(9)
-        assert run.engine.step_count <= 4  # each step needs the updates of the one before, and they the commit before
-        with pytest.raises((StorageError, ClosedError)):  # and it never goes on as if nothing had been
+        assert run.engine.step_count <= 4  # a step needs the updates of the one before, and these the commit before
+        with pytest.raises((StorageError, ClosedError)):  # and it never goes on as if nothing had happened
             run.until(9)
         assert run.engine.statistics()["generation"] == 1
     left = {path.name for path in (tmp_path / "store0").iterdir()}

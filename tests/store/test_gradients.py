@@ -1,4 +1,4 @@
-"""A gradient on its way to NVMe: for how long it stays in memory for an update that waits for it."""
+"""A gradient on its way to NVMe: how long it stays in memory for an update that waits for it."""
 
 from __future__ import annotations
 

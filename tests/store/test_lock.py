@@ -1,4 +1,4 @@
-"""The lock of a store: who may use it, whatever has become of those before."""
+"""The lock of a store: who may use the store, whatever has become of earlier owners."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TestLock:
     def test_a_lock_that_is_removed_meanwhile_is_taken_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its owner lets go between our open and our lock: what we have locked then is no name any more."""
+        """Its owner lets go between our open and our lock: the file that we have locked then has no name any more."""
         take, removals = fcntl.flock, iter([True])
 
         def flock(descriptor: int, operation: int) -> None:
@@ -78,13 +78,13 @@ class TestLock:
         first.release()
 
     def test_a_rank_that_outlives_its_leader_keeps_the_store(self, tmp_path: Path) -> None:
-        """It may still write what the next run would write."""
+        """The rank may still write where the next run would write."""
         leader, member = StoreLock([tmp_path]), StoreLock([tmp_path], member=1)
         leader.release()
         with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()}"):
             StoreLock([tmp_path])
         member.release()
-        (tmp_path / "lock.2").touch()  # a rank that was killed has left its name
+        (tmp_path / "lock.2").touch()  # a rank that was killed has left its lock file
         following = StoreLock([tmp_path])
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
         following.release()

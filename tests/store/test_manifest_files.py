@@ -1,4 +1,4 @@
-"""Manifests: two of them are kept, and what is not known to be durable is taken back."""
+"""Manifests: two of them are kept, and one that is not known to be durable is taken back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 class Blinking(Backend):
-    """Something is away while a directory is listed."""
+    """Once, the path `away` is away while a directory is listed."""
 
     away: Path | None = None
 
@@ -48,7 +48,7 @@ class TestManifests:
 
     @pytest.mark.parametrize("goes", ["directory", "manifest"])
     def test_nothing_is_removed_where_the_last_one_is_not_seen(self, goes: str, tmp_path: Path) -> None:
-        """A directory that is away for a moment, as a mount may be, holds none of them."""
+        """A directory that is away for a moment, as a mount may be, seems to hold no manifests."""
         store = tmp_path / "store"
         store.mkdir()
         backend = Blinking()
@@ -61,7 +61,7 @@ class TestManifests:
         assert manifests.numbers() == [2, 1, 0]
 
     def test_one_that_is_not_known_to_be_durable_is_taken_back(self, tmp_path: Path) -> None:
-        """A failed fsync is never retried: the step is told to be lost, so it must not come back."""
+        """A failed fsync is never retried: the caller was told that the step is lost, so it must not come back."""
         runs = itertools.count()
 
         def scenario(backend: FaultyBackend) -> None:
@@ -95,7 +95,7 @@ class TestManifests:
             asyncio.run(play(FaultyBackend(EIO, at=1)))
 
     def test_a_loop_that_ends_meanwhile_leaves_a_whole_generation(self, tmp_path: Path) -> None:
-        """It stops those who wait; the thread goes on, and what it publishes must all be there."""
+        """The end of the loop cancels waiting tasks; the thread goes on, and all that it publishes must be there."""
         backend = FaultyBackend(HANG, at=2, kinds=("open",))  # of the manifest
 
         async def play() -> None:

@@ -1,4 +1,4 @@
-"""Waiting for the device: in a thread of its own, and not at all for what is over."""
+"""Waiting for the device: in a thread of its own, and not at all for a mark that is reached already."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_loop_goes_on_and_a_cancelled_wait_is_held_back() -> None:
         assert "Later.synchronize" in line
         waiting.cancel()
         await asyncio.sleep(0)
-        assert not waiting.done()  # its memory is in use until then
+        assert not waiting.done()  # the memory behind the mark is in use until then
         mark.is_over.set()
         await asyncio.wait([waiting])
         marks.close(10)

@@ -1,4 +1,4 @@
-"""Chunks of gradients that stay on the GPU, and updates of neighbouring chunks, as one."""
+"""Chunks of gradients that stay on the GPU, and updates of neighbouring chunks, which are joined to one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHUNK = 64
 
 
 def updates(*chunks: tuple[int, int], runs: list[tuple[int, int, AdamCoefficients]]) -> list[Update]:
-    """Of bf16, by their first and last element."""
+    """Updates of bf16 chunks, which are given by their first element and their end."""
     weights, state, gradient = (torch.UntypedStorage(4096) for _ in range(3))
     return [
         Update(
@@ -85,7 +85,7 @@ SPECS = [GroupSpec(name, "fp32", True, (ParameterSpec("w", (COUNT,), 0),)) for n
 
 
 class Counting(CpuDevice):
-    """Notes how many collections come together, and of how many chunks each is."""
+    """Notes how many collections come in one call, and how many chunks each has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Counting(CpuDevice):
 
 
 def play(game: Callable[[Gradients, Counting], Awaitable[None]]) -> None:
-    """With two groups of three chunks, whose memory on the device is full of what is no gradient."""
+    """Play with two groups of three chunks; their memory on the device is full of numbers that are no gradients."""
     needs = tuple(spec.need() for spec in SPECS)
     placement = place(request(needs, 2**26, chunk_elements=BLOCK, updates_on_gpu=True, nvme=False))
     device, workers = Counting(), WorkerPool("gpu", 1)

@@ -42,7 +42,7 @@ def test_what_does_not_lie_there_as_it_is_wanted_is_copied(piece: Piece) -> None
 
 
 class _Apart(CpuDevice):
-    """As a GPU: what is there must be copied to be read."""
+    """Like a GPU: its memory must be copied to be read."""
 
     def passing(self) -> Bytes:
         return np.empty(2000, np.uint8)
@@ -53,7 +53,7 @@ class _Apart(CpuDevice):
 
 @pytest.mark.parametrize("cuts", [[], [1, 4, BLOCK, BLOCK + 1]], ids=["one", "several"])
 def test_what_is_added_from_where_it_lies_is_what_a_copy_adds(cuts: list[int]) -> None:
-    """What passes through the scratch memory at once is of a part, or of several."""
+    """The scratch memory holds at once a part of a piece, or several pieces."""
     generator = torch.Generator().manual_seed(1)
     first, second = (torch.randn(2 * BLOCK + 5, generator=generator).to(torch.bfloat16) for _ in range(2))
     ends = itertools.pairwise([0, *cuts, len(second) - 5])

@@ -50,7 +50,7 @@ class Case:
 
 
 def journal_of(way: Way, folder: Path, until: int) -> tuple[StoreDisk, list[Change]]:
-    """What is there, and what training does to it from opening to closing."""
+    """The disk before training, and the changes that training makes to it from opening to closing."""
     backend = JournalBackend(folder)
     with opened(way, folder, backend) as run:
         run.until(until)
@@ -72,7 +72,7 @@ def check(way: Way, image: Image, folder: Path, expected: list[State]) -> None:
 
 
 def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> None:
-    """At each instant of a step or two, of opening the store before them and of closing it after them."""
+    """At each instant of opening the store, of one or two steps, and of closing it."""
     known = []
     for image in images(*journal_of(case.way, shutil.copytree(case.closed, tmp_path / "run"), case.end)):
         check(case.way, image, tmp_path / "left", case.expected)
@@ -81,7 +81,7 @@ def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> N
 
 
 class FullJournalBackend(JournalBackend):
-    """Makes no small file anew."""
+    """Refuses to make a new small file, as a full disk does."""
 
     def _call_open(self, path: Path, flags: int, mode: int) -> int:
         if path.suffix == ".tmp" and not path.exists():
@@ -90,7 +90,7 @@ class FullJournalBackend(JournalBackend):
 
 
 def test_so_it_does_where_the_disk_is_full(tmp_path: Path) -> None:
-    """A generation is written over an old one."""
+    """Each generation is written over an old one."""
     way, end = WAYS["disk"], BEGIN + 2
     expected = expected_states(way, tmp_path / "expected", end)
     with opened(way, tmp_path / "run") as run:
@@ -105,9 +105,9 @@ def test_so_it_does_where_the_disk_is_full(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("directories", "steps", "draws"), [(1, 1, 0), (1, 0, 2), (2, 0, 1)])
 def test_of_a_store_that_is_made(directories: int, steps: int, draws: int, tmp_path: Path) -> None:
-    """A sync that has no need in one directory has one in two, of which a manifest syncs only the first; or the other
-    way, for only those of several say which they are. What of one sync comes before another one, or what lies between
-    two directories, shows only where some of it is durable.
+    """One directory and two need different syncs: a manifest syncs only the first of two, and only the directories of
+    a store with several say which they are. A wrong order of two syncs, or of two directories, shows only if some of
+    the bytes that are not synced are durable (`draws`).
     """
     way = Way("delayed", cpu_memory=DISK, directories=directories)  # it has the most packs
     expected = expected_states(way, tmp_path / "expected", steps)
@@ -126,9 +126,9 @@ def test_no_chunk_that_the_last_generation_needs_is_written(case: Case, commit_e
 
 
 def test_a_pack_made_anew_is_there_after_a_cut(tmp_path: Path) -> None:
-    """A generation needs no more than one slot of each chunk, so a store opens without the files of the other.
+    """A generation needs no more than one slot of each chunk, so a store opens without the files of the other slot.
 
-    In two directories, for a manifest is published by a sync of the first one.
+    In two directories, because publishing a manifest syncs only the first one.
     """
     way, folder, end = replace(WAYS["disk"], directories=2), tmp_path / "run", 4
     expected = expected_states(way, tmp_path / "expected", end)
@@ -141,7 +141,7 @@ def test_a_pack_made_anew_is_there_after_a_cut(tmp_path: Path) -> None:
 
 
 def test_of_an_export(tmp_path: Path) -> None:
-    """The checkpoint before it or the new one, whole; what was told to be there is there."""
+    """A cut leaves the checkpoint before or the new one, whole; a checkpoint whose export has returned is there."""
     backend, told, exported, found = JournalBackend(tmp_path), [], [], []
     with opened(Way(), tmp_path / "run", backend) as run:
         for step in (1, 2):
@@ -160,7 +160,7 @@ def test_of_an_export(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("directories", [1, 2])
 def test_of_a_snapshot(directories: int, tmp_path: Path) -> None:
-    """It is there, whole, or it is none; what was told to be there is there."""
+    """A cut leaves the snapshot whole, or none; a snapshot that was flushed is there."""
     backend = JournalBackend(tmp_path)
     with opened(replace(WAYS["disk"], directories=directories), tmp_path / "run", backend) as run:
         run.until(2)

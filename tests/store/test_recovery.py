@@ -72,7 +72,7 @@ def damage(path: Path, offset: int, bit: int = 1) -> None:
 
 
 def refuse(way: Way, folder: Path, kind: type[TierstoreError], **changes: Any) -> str:
-    """The message of an engine that does not come to be, and that changes nothing on the disk."""
+    """The message of the error that opening the engine raises; nothing changes on the disk."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(kind) as refusal, opened(way, folder, **changes):
         pass
@@ -91,7 +91,7 @@ def refuse(way: Way, folder: Path, kind: type[TierstoreError], **changes: Any) -
 def test_what_is_set_after_a_step_whose_commit_an_error_prevented_is_what_is_committed(
     tmp_path: Path, update: str, way_of_setting: str
 ) -> None:
-    """An update leaves digests of what lives in CPU memory, where others write before a commit does."""
+    """An update keeps digests of chunks in CPU memory for the commit, but here the chunks change before it writes."""
     errors: list[Exception] = []
 
     def told(report: Any) -> None:
@@ -143,7 +143,7 @@ def test_what_fails_before_a_commit_leaves_the_generation_before_it(tmp_path: Pa
 
 
 def test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed(tmp_path: Path) -> None:
-    """An update that was guessed has left its digests; the state is that of the step before."""
+    """A speculative update has left its digests, but the skipped step restores the state of the step before."""
     way = Way("speculative", dtype=torch.float16)
     with opened(way, tmp_path, max_grad_norm=1e9) as run:
         run.until(12)
@@ -161,7 +161,7 @@ def test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed(tmp_path:
 
 
 def as_of_version_1(store: Path) -> int:
-    """Make the manifests of a store those of a release that knew no leaves; gives the number of their checksums."""
+    """Turn the manifests of a store into those of a release that knew no leaves; the number of their checksums."""
     changed = 0
     for path in store.glob("manifest-*.json"):
         body = json.loads(path.read_bytes().rpartition(b"\n")[0])
@@ -228,7 +228,7 @@ class TestPrevious:
             expected[STEPS].check_equal(State.of(run))
 
     def test_verifies_all_of_it(self, folder: Path) -> None:
-        # What is on disk of generation 2 lies in the slot that 3 does not name: step 3 went from one to the other.
+        # The chunks of generation 2 lie in the slots that generation 3 does not name: step 3 wrote the other ones.
         for name in ("weights", "state"):
             copy = folder.parent / name
             shutil.copytree(folder, copy)
@@ -293,7 +293,7 @@ class TestDamage:
         assert max((tmp_path / "store0").glob("manifest-*")).name == "manifest-000000000003.json"
 
     def test_weights_in_memory_that_a_damaged_state_has_changed_are_given_to_nobody(self, tmp_path: Path) -> None:
-        """The pass of Adam finds the damage when it is over."""
+        """The pass of Adam finds the damage only at its end."""
         run = open_run(Way("forward", dtype=torch.bfloat16, width=96, cpu_memory="1300KiB"), tmp_path)
         placement = run.engine.placement
         assert set(placement.weights_home) == {Tier.CPU}
@@ -320,7 +320,7 @@ class TestDamage:
     def test_weights_on_the_device_that_a_damaged_state_has_changed_are_given_to_nobody(
         self, update: str, tmp_path: Path
     ) -> None:
-        """Within backward the group is there, and nobody had to load it."""
+        """Within backward the group is on the device already, so no load finds the damage."""
         way = Way(update, cpu_memory=DISK, dtype=torch.bfloat16, width=96, blocks=2)
         run = open_run(way, tmp_path, max_grad_norm=None if update == "backward" else 1e9)
         run.until(3)
@@ -331,7 +331,7 @@ class TestDamage:
             run.until(6)
         name, *_ = re.findall(r"; of '(blocks\.1\.[^']*)'", str(refusal.value))
         block = run.engine.model.get_submodule("blocks.1")
-        refused = (ChecksumMismatch, ClosedError)  # the second where it came out of backward
+        refused = (ChecksumMismatch, ClosedError)  # ClosedError if backward raised the first error
         for _ in range(2):
             with pytest.raises(refused), run.engine.gathered([name]):
                 pass
@@ -585,7 +585,7 @@ class TestAnotherStore:
 
 
 class Replaced(Backend):
-    """Somebody puts another directory in the place of that of the manifests while one is on its way."""
+    """Right after a manifest (or `after`) is renamed into place, moves its directory away and puts a copy there."""
 
     moved: Path | None = None
     after = "manifest"
@@ -598,7 +598,7 @@ class Replaced(Backend):
 
 
 class Moved(Backend):
-    """Somebody moves the directory while a file is written or removed there, and puts a file in its place, perhaps."""
+    """Moves the directory away before a rename, removal or listing there; may leave a file in its place."""
 
     moved: Path | None = None
     before = ""
@@ -627,7 +627,7 @@ class Moved(Backend):
 
 
 class TestMovedAway:
-    """A store whose directory is moved while it is in use: its packs go with it, and its manifests would not."""
+    """A store whose directory is moved while it is in use: its open packs move with it, but new manifests would not."""
 
     @staticmethod
     def commit(run: Run) -> None:
@@ -752,7 +752,7 @@ class TestMovedAway:
         assert check_resumes(WAY, tmp_path, expected) == 2
 
     def test_nor_what_a_copy_of_it_has_committed_meanwhile(self, tmp_path: Path, expected: list[State]) -> None:
-        """Its generations have the numbers that this run gives its own."""
+        """The generations of the copy have the numbers that this run gives its own."""
         run, there = open_run(WAY, tmp_path), tmp_path / "store0"
         run.until(1)
         run.engine.flush()
@@ -772,7 +772,7 @@ class TestMovedAway:
 
 
 class Slow(Backend):
-    """Publishes nothing before it may."""
+    """Publishes nothing before `may_go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -785,7 +785,7 @@ class Slow(Backend):
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:
-    """Makes processes that have imported everything; begun before a test, for it keeps descriptors."""
+    """Makes processes that have imported everything. It begins before a test, because it keeps descriptors open."""
     return fork_server()
 
 
@@ -834,7 +834,7 @@ class TestLock:
 
 
 def test_what_is_frozen_has_one_slot_until_it_is_written(tmp_path: Path) -> None:
-    """And goes on from there as any other."""
+    """From then on, frozen weights are committed as all others are."""
 
     def model() -> torch.nn.Module:
         made = way.model()

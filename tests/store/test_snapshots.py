@@ -1,4 +1,4 @@
-"""Named snapshots: stores of their own, whole whatever happens meanwhile, and no harm to the store that they are of."""
+"""Named snapshots: stores of their own, whole whatever happens meanwhile, and no harm to the store they come from."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Measuring(Backend):
 
 
 class Large:
-    """Something of the user's own that takes more than a chunk."""
+    """State of the user's own that takes more than a chunk."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"large": torch.ones(2**18 + 1)}
@@ -100,7 +100,7 @@ def interrupt(run: Run, function: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def state_in(way: Way, directories: Any, folder: Path, until: int | None = None) -> State:
-    """What a run finds that goes on from there, perhaps after more steps."""
+    """The state that a run resumes from these directories, after more steps if `until` is given."""
     with opened(way, folder, resume="must", nvme=directories) as run:
         if until is not None:
             run.until(until)
@@ -122,7 +122,7 @@ def test_it_is_a_store_that_goes_on_from_there(name: str, tmp_path: Path, monkey
     assert told["seconds"] > 0
     expected[3].check_equal(state_in(way, directories, tmp_path))
     expected[6].check_equal(state_in(way, directories, tmp_path, until=6))
-    expected[6].check_equal(state_in(way, way.tiers(tmp_path).nvme, tmp_path))  # that of the run
+    expected[6].check_equal(state_in(way, way.tiers(tmp_path).nvme, tmp_path))  # the store of the run
 
 
 def test_where_blocks_are_shared_nothing_is_copied(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_where_blocks_are_shared_nothing_is_copied(tmp_path: Path) -> None:
 
 
 def test_on_the_file_system_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With reflinks, if it has them."""
+    """With reflinks, if the file system has them."""
     monkeypatch.setattr(Backend, "_call_clone", really_clone)
     with opened(WAY, tmp_path) as run:
         run.until(2)
@@ -154,7 +154,7 @@ def test_on_the_file_system_of_the_tests(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_generation_is_not_overwritten_while_it_is_copied(
     name: str, interrupts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step after it is made; the one behind that waits, also if somebody did not want to wait for it before."""
+    """The next step does not wait; the step after that waits for the copy, also if an earlier wait was interrupted."""
     way, backend = WAYS[name], Holding()
     end = 2 + way.commit_every
     with opened(way, tmp_path, backend=backend) as run:
@@ -186,7 +186,7 @@ def test_a_generation_is_not_overwritten_while_it_is_copied(
 
 
 def test_blocks_that_change_weights_do_not_overwrite_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner one commits into the other slot, the outer one would write the first again."""
+    """The inner block commits into the other slot; the outer block would write the first slot again."""
     backend = Holding()
     with opened(WAY, tmp_path, backend=backend) as run:
         run.until(2)
@@ -206,7 +206,7 @@ def test_blocks_that_change_weights_do_not_overwrite_it(tmp_path: Path, monkeypa
             with torch.no_grad():
                 weight += 1
     expected.check_equal(state_in(WAY, directories, tmp_path))
-    with opened(WAY, tmp_path, resume="previous") as run:  # what the inner one has committed
+    with opened(WAY, tmp_path, resume="previous") as run:  # what the inner block has committed
         found = run.engine.state_dict()["embedding.weight"]
         assert torch.equal(found, expected.weights["embedding.weight"] + 1)
 
@@ -262,7 +262,7 @@ def test_one_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_only_what_is_committed_is_kept(tmp_path: Path) -> None:
-    """It would be of an earlier step than one thinks."""
+    """Otherwise it would be of an earlier step than the caller thinks."""
     told: list[str] = []
 
     def keep(report: StepReport) -> None:
@@ -308,7 +308,7 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_one_of_a_store_that_had_its_directories_in_another_order_stays(tmp_path: Path) -> None:
-    """All its directories are there, and none is what it was."""
+    """All directories of the snapshot are there, but none has the place in the order that it had."""
     directories = [tmp_path / "store0", tmp_path / "store1"]
     with opened(WAY, tmp_path, nvme=directories) as run:
         run.until(2)
@@ -330,7 +330,7 @@ def test_one_of_a_store_that_had_its_directories_in_another_order_stays(tmp_path
 
 
 def test_it_leaves_room_for_the_next_commit(tmp_path: Path) -> None:
-    """Which writes anew what is no chunk."""
+    """The next commit writes the captured state and the manifest as new files."""
     backend = Measuring()
     with opened(WAY, tmp_path, backend=backend, registered={"large": Large()}) as run:
         run.until(1)
@@ -345,7 +345,7 @@ def test_it_leaves_room_for_the_next_commit(tmp_path: Path) -> None:
 
 
 def test_a_run_in_one_has_all_its_room_when_it_is_opened(tmp_path: Path) -> None:
-    """A file of a generation that is in two slots has holes where the other slot has the rest."""
+    """A generation's chunks are in two slots: the file of each slot has holes where the other one has the chunk."""
 
     def model() -> torch.nn.Module:
         made = WAY.model()
@@ -365,7 +365,7 @@ def test_a_run_in_one_has_all_its_room_when_it_is_opened(tmp_path: Path) -> None
 
 
 def test_directories_of_that_name_are_told_apart(tmp_path: Path) -> None:
-    """A file is none of a store, and what lies in a directory of somebody's is nobody else's."""
+    """A file of that name is no part of a store, and a user's directory of that name is not removed with a store."""
     (tmp_path / "store0").mkdir()
     (tmp_path / "store0" / "snapshots").write_bytes(b"")
     with pytest.raises(ConfigError, match="it holds 'snapshots'"), opened(WAY, tmp_path):
@@ -460,7 +460,7 @@ def test_what_a_kill_has_left_goes_with_the_next_one(tmp_path: Path) -> None:
 
 
 def test_whole_ones_are_not_looked_at_when_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That would take longer with each of them."""
+    """Looking at them would take longer with each snapshot."""
     looked: list[Any] = []
     monkeypatch.setattr(snapshots, "remove", lambda directories, *_, **__: looked.append(directories))
     with opened(WAY, tmp_path) as run:

@@ -149,7 +149,7 @@ def test_every_dtype_and_shape_on_every_tier_and_after_reopening(tmp_path: Path,
 
 
 def test_a_name_that_can_be_put_can_be_read(tmp_path: Path) -> None:
-    """The names of an entry and of a tensor are one name in a pack: each alone may be what a header reserves."""
+    """A pack joins the names of an entry and of a tensor, so each alone may be a name that headers reserve."""
 
     async def scenario() -> None:
         async with opened(tmp_path) as store:
@@ -196,7 +196,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, tensors: dict[str, Any],
     [(5, "text, not int"), (["h"], "text, not list"), ("a\nb", "control character"), ("\udc80", "lone surrogate")],
 )
 def test_an_entry_without_tensors_has_a_name_that_can_be_read_back(tmp_path: Path, name: Any, text: str) -> None:
-    """A manifest that names it otherwise could not be read, and with it no other entry."""
+    """A manifest with such a name could not be read, and so none of the other entries."""
 
     async def main() -> None:
         async with opened(tmp_path) as store:
@@ -209,7 +209,7 @@ def test_an_entry_without_tensors_has_a_name_that_can_be_read_back(tmp_path: Pat
     run(main())
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch: they are a prototype
+@pytest.mark.filterwarnings("ignore")  # torch warns that they are a prototype
 def test_a_nested_tensor_cannot_be_stored(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as store:
@@ -414,7 +414,7 @@ def test_acquired_tensors_outlive_replacement_deletion_and_eviction(tmp_path: Pa
                 async with store.acquire("h.0", modify=True) as second:
                     await store.delete("h.0")
                     assert "h.0" not in store
-                    second["w"] += 1  # to nobody any more
+                    second["w"] += 1  # seen by nobody any more
                     assert (first["w"][0].item(), second["w"][0].item()) == (1, 3)
             assert store.usage()[Tier.GPU].used_bytes == 0
             await store.put("h.0", block(4), tier=Tier.NVME)
@@ -446,7 +446,7 @@ def test_unknown_names_and_tiers(tmp_path: Path) -> None:
 
 
 class PendingDevice(CpuDevice):
-    """Its marks are reached only when somebody waits for them, as those of a device that is busy."""
+    """Its marks are reached only when somebody waits for them, as on a busy device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +547,7 @@ def test_nothing_would_race_on_a_gpu(tmp_path: Path, tier: Tier) -> None:
 
 @pytest.mark.parametrize(("modify", "ends_first"), [(False, False), (True, False), (False, True)])
 def test_what_a_graph_keeps_may_be_used_to_its_end(tmp_path: Path, modify: bool, ends_first: bool) -> None:
-    """Backward's kernel is behind no mark of the store, and the graph lets go of the weights when it was queued."""
+    """No mark of the store is behind backward's kernel, and the graph lets go of the weights once that is queued."""
 
     async def main() -> None:
         device, x = LateDevice(), torch.ones(4, 128, requires_grad=True)
@@ -559,7 +559,7 @@ def test_what_a_graph_keeps_may_be_used_to_its_end(tmp_path: Path, modify: bool,
                 async with store.acquire("2", modify=modify) as tensors:
                     y = x @ tensors["w"]
                 del tensors
-                if ends_first:  # when the store drops the weights nobody has them, but a kernel that has not run
+                if ends_first:  # when the store drops the weights, only a kernel that has not run uses them
                     y.sum().backward()
                 for i in range(2):
                     assert (await value_of(store, f"{i}")) == i
@@ -575,7 +575,7 @@ def test_what_a_graph_keeps_may_be_used_to_its_end(tmp_path: Path, modify: bool,
 
 
 def test_work_is_marked_on_the_stream_of_who_calls(tmp_path: Path) -> None:
-    """`torch.cuda.stream` is of the thread: in another turn of the loop that of another task is current."""
+    """`torch.cuda.stream` is per thread: in another turn of the loop, the stream of another task is current."""
 
     class OfStreams(CpuDevice):
         current, marked = "mine", ""
@@ -999,7 +999,7 @@ def test_a_file_that_does_not_close_leaves_no_lock_behind(tmp_path: Path) -> Non
 
 
 async def moved_away(tmp_path: Path) -> tuple[TensorStore, contextlib.AsyncExitStack]:
-    """A store with "a", open, in whose place is nothing now; and what closes it."""
+    """An open store with "a" whose directory was moved away, and the stack that closes it."""
     stack = contextlib.AsyncExitStack()
     store = await stack.enter_async_context(opened(tmp_path))
     await store.put("a", block(1.0), tier=Tier.NVME)
@@ -1046,7 +1046,7 @@ def test_nor_does_it_remove_what_a_copy_of_it_has_made(tmp_path: Path) -> None:
 
 
 def test_a_number_of_a_pack_has_one_spelling() -> None:
-    """By its number a pack is found: of two spellings only one would be."""
+    """A pack is found by its number: of two spellings only one would be found."""
     entry = {"name": "a", "tier": "nvme", "pack": "put-00", "tensors": [["w", "float32", [1]]]}
     records = {"put-00": [ChunkRecord(0, 4096, 0)]}
     with pytest.raises(FormatError, match=r"has no pack of its size: 'put-00'"):

@@ -45,7 +45,7 @@ class Stepped:
     """A coroutine that is cancelled where it waits for the n-th time.
 
     Args:
-        waits: of this one and of others with which they are counted together.
+        waits: the counter of waits, which other coroutines may share.
     """
 
     def __init__(self, work: Coroutine[Any, Any, Any], at: int, waits: Iterator[int]) -> None:
@@ -76,7 +76,7 @@ async def at_every_wait(
 ) -> None:
     """Run `work` anew, cancelled at its first wait, at its second, ... until it is over before that.
 
-    The waits of what it does in a task of the store's own are among them.
+    Waits of the work that it does in tasks of the store's own count, too.
     """
     owner = store._owner
     for at in range(1, 200):
@@ -244,7 +244,7 @@ def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fau
             backend.calls.clear()
             backend.counted, backend.at, backend.fault = 0, at, fault
             errors: list[StorageError] = []
-            for call in (bring_all_to(store, 2), store.commit()):  # the second hears what nobody waited for
+            for call in (bring_all_to(store, 2), store.commit()):  # the second raises what nobody waited for
                 try:
                     await call
                 except StorageError as error:
@@ -427,13 +427,13 @@ def test_what_is_replaced_while_it_is_committed_stays_in_that_generation(tmp_pat
 
 
 class CopyingBackend(Backend):
-    """Copies directories before each call that changes them: what a process killed there leaves, and what a power cut.
+    """Copies directories before each call that changes them, as a process killed there and as a power cut leave them.
 
     After a power cut a name is there as the directory's last fsync left it, with the bytes of the file's last sync.
 
     Attributes:
-        moment: goes with the copies made from now on.
-        copies: path of the directories, moment.
+        moment: stored with the copies made from now on.
+        copies: for each copy, its path and its moment.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -538,7 +538,7 @@ def test_killed_anywhere_the_last_generation_and_the_one_before_are_whole(tmp_pa
             pass  # and at the end
         seen = set()
         for index, (path, allowed) in enumerate(backend.copies):
-            nvme, commits = [path / "store", path / "other"], index % 5 == 0  # it takes longer: now and then is enough
+            nvme, commits = [path / "store", path / "other"], index % 5 == 0  # a commit takes longer: a few are enough
             with contextlib.suppress(ZeroDivisionError):
                 async with opened(path, nvme=nvme) as store:
                     found = await state_of(store)

@@ -1,6 +1,6 @@
 """Stores of named tensors against a plain dict: any order of calls, small budgets, crashes between.
 
-`pytest --hypothesis-profile=long tests/store/test_tensors_model.py` takes 200,000 steps.
+`pytest --hypothesis-profile=long tests/store/test_tensors_model.py` runs up to 200,000 steps.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
         return {"w": torch.full((elements,), self.value), "count": torch.tensor(elements)}
 
     def try_it(self, work: Coroutine[Any, Any, T]) -> bool:
-        """Whether there was room; not a matter of time, so that Hypothesis can repeat it."""
+        """Whether there was room. Waits for loads and removals first, so that Hypothesis can repeat the result."""
         self.run(settled(self.store))
         try:
             self.run(work)

@@ -50,15 +50,15 @@ class SlowPack:
         await turns(self._turns_of())
 
     hurry = contextlib.nullcontext
-    is_coded = True  # so that nothing is made of its bytes
+    is_coded = True  # so that no digests are made of its bytes
 
 
 class Gradients:
-    """One chunk to a group, each with a place of its own, or spilled; with their memory.
+    """Gradients and their memory: one chunk in each group, which has a place of its own or is spilled.
 
     Args:
-        staging: one gradient passes it at a time.
-        spilled: groups whose gradients do.
+        staging: holds one spilled gradient at a time.
+        spilled: groups whose gradients are spilled.
     """
 
     on_change: Callable[[], None] = staticmethod(lambda: None)
@@ -132,11 +132,11 @@ class Gradients:
 
 
 class World:
-    """Real trips, leases, rounds and pools; the disk, the device and gradients are told how slow they are.
+    """Real trips, leases, rounds and pools; the disk and the workers are told how slow to be.
 
     Args:
         trip_bytes, gradient_bytes: of each group.
-        own_bytes: what trips have besides the places of gradients.
+        own_bytes: the memory that trips have besides the places of gradients.
         slowness: how many turns of the loop a read, a write or a kernel takes, asked each time.
         spilled: groups whose gradients go to the disk.
     """
@@ -214,7 +214,7 @@ class World:
         return round_
 
     def gradient(self, round_: Round, group: int, *, is_streaming: bool = True) -> asyncio.Task[None]:
-        """It is complete; where updates come in backward it is decided, too."""
+        """The gradient of a group is complete; where updates come in backward, they are decided, too."""
         accepted = self._spawn(self.gradients.accept(group), f"gradient {group}")
         if is_streaming:
             self.updates.decide_group(round_, group, ALL, Reached())
@@ -230,7 +230,7 @@ class World:
         return self._spawn(self.updates.round_ended(round_), "commit")
 
     async def check_all_ends(self) -> None:
-        """Everything that was begun ends, and what it had is free."""
+        """Everything that was begun ends, and all memory is free."""
         for _ in range(100):
             if all(task.done() for task in self.tasks):
                 break
@@ -260,18 +260,18 @@ def one_at_a_time(pool: Pool, count: int) -> Iterator[None]:
 
 
 def test_a_trip_whose_gradient_came_after_it_was_recalled_goes_on() -> None:
-    """Or it would give its memory back unseen by who waits for a place of a trip behind it."""
+    """Otherwise it would give its memory back unnoticed by a gradient that waits for the place of a later trip."""
 
     async def play() -> None:
         world = World([PAGE] * 5, [PAGE] * 5, 2 * PAGE)
         loop = asyncio.get_running_loop()
         written, read = loop.create_future(), loop.create_future()
-        world.updates.resident_writes[4, 0] = written  # for a commit, of what of chunk 4 lives in CPU memory
+        world.updates.resident_writes[4, 0] = written  # for a commit, of the part of chunk 4 in CPU memory
         world.state_pack.holds[4] = read
         with one_at_a_time(world.own, 2):  # the step before still writes
             round_ = world.begin([4, 3, 2, 1, 0])
             await turns()
-            world.gradient(round_, 1)  # before its turn: what reads ahead in its place is recalled
+            world.gradient(round_, 1)  # before its turn: trips that read ahead in its place are recalled
             await turns()
             assert trip_of(round_, 4).recalled.done()
         await turns()
@@ -292,7 +292,7 @@ def test_a_trip_whose_gradient_came_after_it_was_recalled_goes_on() -> None:
 
 @pytest.mark.parametrize("is_published_first", [True, False])
 def test_no_trip_is_queued_behind_those_of_the_next_step(is_published_first: bool) -> None:
-    """They are written behind the commit of its own step, which waits for it."""
+    """Trips of the next step are written after the commit of the trip's own step, which waits for the trip."""
 
     async def play() -> None:
         world = World([PAGE] * 4, [PAGE] * 4, 2 * PAGE)
@@ -381,7 +381,7 @@ def test_a_gradient_does_not_wait_for_trips_that_have_no_place() -> None:
 
 
 def test_an_update_comes_after_a_load_that_is_on_its_way() -> None:
-    """Or the old weights would be copied over the new ones."""
+    """Otherwise the load would copy the old weights over the new ones."""
 
     async def play() -> None:
         world = World([PAGE], [PAGE], PAGE)
@@ -439,7 +439,7 @@ def test_weights_that_left_the_device_while_their_update_waited_are_read_at_rest
             read.append(group)
 
         async def fetch(group: int, chunk: int, into: Any) -> None:
-            is_there[0] = False  # a drop that asked before this trip was open goes on
+            is_there[0] = False  # dropped by one that asked before this trip was open
 
         world.weights.is_home_nvme = lambda group: True
         world.weights.is_valid_on_device = lambda group: is_there[0]
@@ -460,7 +460,7 @@ def test_what_backward_has_left_is_updated_as_the_next_forward_needs_it() -> Non
         world = World([PAGE] * 5, [PAGE] * 5, PAGE)
         world.gradients.arrange([4, 3, 2, 1, 0])
         with one_at_a_time(world.own, 1):  # the step before still writes
-            round_ = world.begin([4, 3, 2, 1, 0], borrows=False, then=[0, 1, 2, 3])  # nor does forward need the last
+            round_ = world.begin([4, 3, 2, 1, 0], borrows=False, then=[0, 1, 2, 3])  # forward does not need the last
             await turns()
             for group in (4, 3, 2, 1, 0):
                 world.gradient(round_, group)
@@ -473,7 +473,7 @@ def test_what_backward_has_left_is_updated_as_the_next_forward_needs_it() -> Non
             assert task is not None
             task.add_done_callback(lambda _, group=group: ended.append(group))
         await turns(200)
-        assert ended == [4, 0, 1, 2, 3]  # whom it does not need keeps its turn
+        assert ended == [4, 0, 1, 2, 3]  # the trip that forward does not need keeps its turn
         world.decide(second, [])
         await world.check_all_ends()
 
@@ -481,7 +481,7 @@ def test_what_backward_has_left_is_updated_as_the_next_forward_needs_it() -> Non
 
 
 def test_a_trip_that_gives_way_leaves_its_gradient_on_the_disk() -> None:
-    """In memory it would wait for the trip's own memory, and others for that."""
+    """Else it would keep the staging memory, for which others wait, until the trip has memory again."""
 
     async def play() -> None:
         world = World([PAGE] * 2, [PAGE] * 2, PAGE, spilled=[1])
@@ -505,7 +505,7 @@ def test_a_trip_that_gives_way_leaves_its_gradient_on_the_disk() -> None:
 
 
 def test_what_backward_has_left_has_the_places_of_all_gradients() -> None:
-    """None of them comes before the next backward."""
+    """No gradient comes before the next backward."""
 
     async def play() -> None:
         world = World([PAGE] * 3, [PAGE] * 3, PAGE)
@@ -526,8 +526,8 @@ def test_what_backward_has_left_has_the_places_of_all_gradients() -> None:
 
 @pytest.mark.parametrize(("moves_places", "own_pages"), [(True, 3), (False, 2)])
 def test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step(moves_places: bool, own_pages: int) -> None:
-    """The load waits for the memory of a group whose gradient comes where one of this step is, or whose update waits
-    for memory of one that waits for the commit of this step."""
+    """The load waits for the device memory of a group of the next step. That group's gradient waits for a place that a
+    gradient of this step has, or its update for the memory of an update that waits for the commit of this step."""
 
     async def play() -> None:
         world = World([PAGE] * 3, [PAGE] * 3, own_pages * PAGE)
@@ -570,7 +570,7 @@ def test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step(move
 
 
 @pytest.mark.parametrize("mode", ["forward", "step", "speculative"])
-@pytest.mark.parametrize("seed", [*range(30), 1033])  # the last: `forward`, a trip of the step before is starving
+@pytest.mark.parametrize("seed", [*range(30), 1033])  # 1033: in `forward`, a trip of the step before starves
 def test_steps_in_any_order_end(seed: int, mode: str) -> None:
     draw = random.Random(seed)
     count = draw.randint(3, 8)
@@ -630,7 +630,7 @@ def test_steps_in_any_order_end(seed: int, mode: str) -> None:
 
 
 async def within(wanted: Any) -> Any:
-    """The result, which comes in some thousands of turns or never."""
+    """The result, which comes within some thousands of turns or never."""
     task = asyncio.ensure_future(wanted)
     for _ in range(100):
         if task.done():
@@ -640,7 +640,7 @@ async def within(wanted: Any) -> Any:
 
 
 async def commit_of(after: asyncio.Task[None], barrier: asyncio.Task[None] | None, slowness: int) -> None:
-    """The write of what of a chunk lives in CPU memory."""
+    """A commit's write of the part of a chunk that lives in CPU memory."""
     await asyncio.shield(after)
     if barrier is not None:
         await asyncio.shield(barrier)

@@ -48,7 +48,7 @@ def pipeline(
     weights_pack: KeptPack, state_pack: KeptPack, *,
     will_go: bool = False, is_owed: bool = False, all_in_memory: bool = False,
 ) -> UpdatePipeline:  # fmt: skip
-    """Of one chunk with weights in CPU memory and state on the disk."""
+    """A pipeline of one chunk with weights in CPU memory and, unless `all_in_memory`, state on the disk."""
     state: Any = {(0, 0): np.zeros(40, np.uint8)} if all_in_memory else {}
     nothing: Any = None
     leases: Any = SimpleNamespace(will_go=lambda round_, trip: will_go, is_owed=lambda round_: is_owed)
@@ -71,7 +71,7 @@ LEASE: Any = SimpleNamespace(array=np.zeros(48, np.uint8))
 
 
 class Begun:
-    """A trip of a chunk whose write for a commit is on its way, as far as it goes without that."""
+    """A trip of a chunk that a commit still writes; the trip goes as far as it can before that write has ended."""
 
     def __init__(
         self, previous: Any = None, updates: Any = ("one",), is_decided: bool = False, may_go: bool = False,
@@ -118,7 +118,7 @@ def test_what_an_update_waits_for_is_read_before_others_are_written(may_go: bool
 
 
 def test_without_an_update_it_waits_too() -> None:
-    """Its end drops the gradient, which may be part of that commit (`delayed`)."""
+    """The end of the trip drops the gradient, which may be part of that commit (`delayed`)."""
 
     async def play() -> None:
         begun = Begun(updates=(), is_decided=True)
@@ -168,7 +168,7 @@ def test_a_trip_that_is_recalled_does_not_wait_for_the_write() -> None:
 
 
 def test_a_trip_whose_gradient_has_come_since_it_was_recalled_goes_on() -> None:
-    """To queue again, behind all later ones, would cost its reads and theirs."""
+    """Queueing again, behind all later trips, would waste its reads and theirs."""
 
     async def play() -> None:
         begun = Begun(will_go=True)
@@ -184,7 +184,7 @@ def test_a_trip_whose_gradient_has_come_since_it_was_recalled_goes_on() -> None:
 
 @pytest.mark.parametrize(("has_memory", "is_owed"), [(True, True), (True, False), (False, True)])
 def test_no_trip_is_applied_with_memory_that_one_of_the_step_before_waits_for(has_memory: bool, is_owed: bool) -> None:
-    """Written behind the commit of that step, it would keep it."""
+    """It would keep that memory until it is written, which is after the commit of that step."""
 
     async def play() -> None:
         begun = Begun(is_owed=is_owed, all_in_memory=not has_memory)
@@ -291,7 +291,7 @@ def test_a_pack_that_is_opened_again_has_headers_to_write_in_the_files_that_are_
 
 
 class FakeRound(SimpleNamespace):
-    """What a trip's memory asks of its round."""
+    """What `TripLeases` asks of a round."""
 
     __hash__ = object.__hash__
     number = 0
@@ -299,7 +299,7 @@ class FakeRound(SimpleNamespace):
 
 @pytest.mark.parametrize("will_go", [True, False])
 def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> None:
-    """Else it would queue again, behind later ones that then read ahead and are recalled."""
+    """Otherwise it would queue again, behind later trips that then read ahead and are recalled."""
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
@@ -319,7 +319,7 @@ def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> N
 
 
 def test_who_starves_is_sought_among_those_that_may_be_applied() -> None:
-    """It is asked for each trip, while nearly all that wait are of groups that backward has not reached."""
+    """The search runs for each trip, while nearly all waiting trips are of groups that backward has not reached."""
 
     async def play() -> None:
         arena, loop = Arena(4096), asyncio.get_running_loop()
@@ -351,7 +351,7 @@ def test_who_starves_is_sought_among_those_that_may_be_applied() -> None:
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
 def test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it(is_waited_for: bool) -> None:
-    """Nobody recalls what has not had its turn yet."""
+    """Nobody recalls a trip that has not had its turn yet."""
 
     async def play() -> None:
         arena = Arena(2 * 4096)
