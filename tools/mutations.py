@@ -365,7 +365,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a commit waits for its updates", "store/commits.py Commits._chunks_at_rest",
-        "await self._updates.round_ended(round_)", POWER_CUT,
+        "await self._updates.round_ended(commit.round_)", POWER_CUT,
     ),
     Mutation(
         "a commit waits for what is in memory", "store/commits.py Commits._chunks_at_rest",

@@ -974,13 +974,17 @@ def test_what_is_no_loss_breaks_nothing(tmp_path: Path) -> None:
 def test_no_sync_may_be_nested(tmp_path: Path) -> None:
     x = batches(1)[0]
     with tight_engine(tmp_path, "backward") as engine:
-        for _ in range(2):
+        engine.backward(loss_of(engine(x)))
+        norm = engine.step().grad_norm
+    with tight_engine(tmp_path / "nested", "backward") as engine:
+        with engine.no_sync():
             with engine.no_sync():
-                with engine.no_sync():
-                    engine.backward(loss_of(engine(x)))
                 engine.backward(loss_of(engine(x)))
             engine.backward(loss_of(engine(x)))
-            engine.step()
+        engine.backward(loss_of(engine(x)))
+        assert engine.step().grad_norm == pytest.approx(3 * norm)
+        engine.backward(loss_of(engine(x)))
+        engine.step()
 
 
 def test_a_closed_engine_says_so(tmp_path: Path) -> None:
