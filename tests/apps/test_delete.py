@@ -105,7 +105,7 @@ def test_halves_of_two_stores_are_refused(tmp_path: Path) -> None:
     before = names(tmp_path)
     for wrong in ((a, d), (c, b), (d, a), (b, d)):
         code, output = delete(*wrong, "--yes")
-        assert (code, f"{wrong[0]} and {wrong[1]} are not of one store" in output) == (2, True), output
+        assert (code, f"{wrong[0]} and {wrong[1]} belong to different stores" in output) == (2, True), output
     for twice in ((a, a), (a, b, b), (a, b, tmp_path / "c" / ".." / "b")):
         code, output = delete(*twice, "--yes")
         assert (code, "a directory is listed twice; nothing was removed" in output) == (2, True), output
@@ -114,7 +114,7 @@ def test_halves_of_two_stores_are_refused(tmp_path: Path) -> None:
         pass
     for command in ("verify", "inspect"):
         result = CliRunner().invoke(app, [command, str(a), str(d)])
-        assert (result.exit_code, "are not of one store" in " ".join(result.output.split())) == (2, True), result.output
+        assert (result.exit_code, "different stores" in " ".join(result.output.split())) == (2, True), result.output
     assert {name: (tmp_path / name / "identity").read_bytes() for name in "abcd"} == said
     assert names(tmp_path) == before
     assert delete(d, c, "--yes")[0] == 0, "in any order"

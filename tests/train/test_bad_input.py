@@ -422,7 +422,7 @@ class TestKinds:
             for call, told in calls:
                 with pytest.raises((ConfigError, FormatError), match=told):
                     call()
-            with pytest.raises(ConfigError, match=r"has no \.loss; give labels, or loss_of"):
+            with pytest.raises(ConfigError, match=r"has no \.loss; give labels, loss_of or"):
                 engine.train_step([x])
             with pytest.raises(ConfigError, match="a loss is a tensor"):
                 engine.backward(1.5)  # type: ignore[arg-type]

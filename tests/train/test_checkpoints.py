@@ -503,7 +503,7 @@ def test_what_a_killed_write_of_an_older_release_left_is_in_nobodys_way(shard_by
 def test_of_two_writers_the_second_is_refused(shard_bytes: int, tmp_path: Path) -> None:
     def pieces() -> Iterator[torch.Tensor]:
         others = {"a": torch.zeros(3), "b": torch.zeros(3)}
-        with pytest.raises(ConfigError, match="or another process writes there"):
+        with pytest.raises(ConfigError, match="another process writes to"):
             write_checkpoint(tmp_path, outs(others), max_shard_bytes=shard_bytes)
         yield torch.ones(3)
 

@@ -124,10 +124,8 @@ def test_train_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:
     expected = train_plain(tiny(), batches, accumulate=3)
     with Engine(tiny(), small_tiers(tiny(), tmp_path, "backward"), update="backward") as engine:
         for step in range(2):
-            engine.train_step(
-                [{"tokens": batch} for batch in batches[3 * step : 3 * step + 3]],
-                _loss_of_outputs(batches[3 * step : 3 * step + 3]),
-            )
+            pairs = [({"tokens": batch}, batch) for batch in batches[3 * step : 3 * step + 3]]
+            engine.train_step(pairs, criterion=_next_token_loss)
         weights = engine.state_dict()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=1e-5)
@@ -143,9 +141,26 @@ def test_train_step_takes_a_list_also_of_one(batch: Any, tmp_path: Path) -> None
         assert engine.step_count == 0
 
 
-def _loss_of_outputs(batches: list[torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    left = iter(batches)
-    return lambda logits: next_token_loss(lambda batch: logits, next(left))
+def _next_token_loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return next_token_loss(lambda _: logits, batch)
+
+
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+def test_train_step_takes_pairs_and_a_criterion(schedule: str, tmp_path: Path) -> None:
+    batches = tokens(4)
+    expected = train_plain(tiny(), batches, accumulate=2)
+    with Engine(tiny(), small_tiers(tiny(), tmp_path, "forward"), update="forward") as engine:
+        for step in range(2):
+            pairs = [(batch, batch) for batch in batches[2 * step : 2 * step + 2]]
+            report = engine.train_step(pairs, schedule=schedule, criterion=_next_token_loss)
+            assert report.loss == pytest.approx(sum(expected.losses[2 * step : 2 * step + 2]) / 2, rel=1e-4)
+        for odd, told in ((batches[0], "not Tensor"), ((batches[0],) * 3, "not 3 items")):
+            with pytest.raises(ConfigError, match=rf"a micro-batch is a pair \(inputs, target\), {told}"):
+                engine.train_step([odd], schedule=schedule, criterion=_next_token_loss)
+        with pytest.raises(ConfigError, match="loss_of, which gets the output, or criterion"):
+            engine.train_step(pairs, lambda output: output.sum(), criterion=_next_token_loss)
+        assert engine.step_count == 2
+        engine.train_step(pairs, schedule=schedule, criterion=_next_token_loss)
 
 
 # --- parameter groups and schedulers --------------------------------------------------------------------------------

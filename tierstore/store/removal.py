@@ -80,7 +80,7 @@ def _are_identified(found: Sequence[StoreDirectory]) -> bool:
         if identity is None:
             raise _silent(one)
         if identity.store != known.store:
-            raise ConfigError(f"{full[0].path} and {one.path} are not of one store; nothing was removed")
+            raise ConfigError(f"{full[0].path} and {one.path} belong to different stores; nothing was removed")
     if len({one.directory for one in identities.values() if one and one.store == known.store}) < known.directories:
         raise _striped(full[0], known.directories)
     return True

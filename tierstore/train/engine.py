@@ -36,6 +36,7 @@ from tierstore.train.assembly import Assembly, assemble
 from tierstore.train.call_order import CallOrder, in_turn
 from tierstore.train.generations import Generations
 from tierstore.train.meters import StepMeters
+from tierstore.train.micro_batches import loss_by
 from tierstore.train.optimizer import LossScale, TieredOptimizer
 from tierstore.train.options import check_kinds, expect, options_of
 from tierstore.train.partition import partition_of
@@ -186,6 +187,8 @@ class Engine:
         batches: Iterable[Any],
         loss_of: Callable[[Any], torch.Tensor] | None = None,
         schedule: MicroBatchSchedule | str = MicroBatchSchedule.HORIZONTAL,
+        *,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
     ) -> StepReport:
         """One step over all its micro-batches; the loss of each is divided by their number.
 
@@ -197,9 +200,11 @@ class Engine:
                 Gradients agree to rounding, and dropout draws other numbers. Several calls of the model run at once,
                 each in a thread of its own: the model may not keep in itself what belongs to one call, and where the
                 calls take different ways several groups are in use together.
+            criterion: makes the loss from the output and the target, such as `torch.nn.CrossEntropyLoss()`; each
+                micro-batch is then a pair (inputs, target), and the model is called with the inputs.
         """
         self._generations.given.tell_what_is_left()
-        return self._steps.train_step(self, batches, loss_of, schedule)
+        return self._steps.train_step(self, batches, loss_by(loss_of, criterion), schedule)
 
     @in_turn
     def step(self) -> StepReport:

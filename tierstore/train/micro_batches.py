@@ -17,13 +17,38 @@ from tierstore.errors import ConfigError
 from tierstore.train.access import DeviceAccess
 from tierstore.train.vertical import SideBySide
 
-
-def called(model: Callable[..., Any], batch: Any) -> Any:
-    """The output for a batch: a mapping is keyword arguments, anything else the first argument."""
-    return model(**batch) if isinstance(batch, Mapping) else model(batch)
+LossOfBatch = Callable[[Callable[..., Any], Any], torch.Tensor]
+"""Calls the model, or the engine, with a micro-batch, and returns the loss."""
 
 
-def own_loss(output: Any) -> torch.Tensor:
+def loss_by(
+    loss_of: Callable[[Any], torch.Tensor] | None, criterion: Callable[[Any, Any], torch.Tensor] | None
+) -> LossOfBatch:
+    """How `train_step` computes the loss of a micro-batch.
+
+    Raises:
+        ConfigError: two ways are given; or, when it is called, a micro-batch is no pair.
+    """
+    if criterion is None:
+        take_loss = loss_of or _own_loss
+        return lambda model, batch: take_loss(_called(model, batch))
+    if loss_of is not None:
+        raise ConfigError("give train_step loss_of, which gets the output, or criterion, which gets the target, too")
+
+    def loss_of_pair(model: Callable[..., Any], batch: Any) -> torch.Tensor:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            what = f"{len(batch)} items" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise ConfigError(f"with a criterion a micro-batch is a pair (inputs, target), not {what}")
+        return criterion(_called(model, batch[0]), batch[1])
+
+    return loss_of_pair
+
+
+def _called(model: Callable[..., Any], inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def _own_loss(output: Any) -> torch.Tensor:
     """The loss that the model computes itself, as models of `transformers` do.
 
     Raises:
@@ -31,7 +56,8 @@ def own_loss(output: Any) -> torch.Tensor:
     """
     loss: torch.Tensor | None = getattr(output, "loss", None)
     if loss is None:
-        raise ConfigError(f"the model's output, a {type(output).__name__}, has no .loss; give labels, or loss_of")
+        kind = type(output).__name__
+        raise ConfigError(f"the model's output, a {kind}, has no .loss; give labels, loss_of or a criterion")
     return loss
 
 
@@ -56,13 +82,13 @@ def mean_of(losses: Sequence[torch.Tensor]) -> float:
 
 
 def losses_side_by_side(
-    model: Callable[..., Any], batches: Sequence[Any], take_loss: Callable[[Any], torch.Tensor], access: DeviceAccess
+    model: Callable[..., Any], batches: Sequence[Any], loss_of_batch: LossOfBatch, access: DeviceAccess
 ) -> list[torch.Tensor]:
     """The losses of micro-batches that pass each group together."""
 
     def loss_of(batch: Any) -> torch.Tensor:
         # In the forward's thread: nodes made in another one may rank below all of these, and separate the backwards.
-        loss = take_loss(called(model, batch))
+        loss = loss_of_batch(model, batch)
         check_loss(loss)
         return loss.reshape(())
 

@@ -21,7 +21,7 @@ from tierstore.train.assembly import Assembly
 from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
-from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, mean_of, own_loss
+from tierstore.train.micro_batches import LossOfBatch, check_loss, losses_side_by_side, mean_of
 from tierstore.train.optimizer import LossScale, clip_coefficient
 from tierstore.train.report import StepReport
 
@@ -144,7 +144,7 @@ class Steps:
         self,
         engine: Engine,
         batches: Iterable[Any],
-        loss_of: Callable[[Any], torch.Tensor] | None,
+        loss_of_batch: LossOfBatch,
         schedule: MicroBatchSchedule | str,
     ) -> StepReport:
         """One step over all its micro-batches; the loss of each counts 1 / their number.
@@ -159,14 +159,13 @@ class Steps:
         batches = list(batches)
         if not batches:
             raise ConfigError("train_step was given no micro-batches: an empty list, or an iterator that is used up")
-        take_loss = loss_of or own_loss
         order = choice(MicroBatchSchedule, "schedule", schedule)
         has_others = bool(self._parts.collector.touched or self._parts.collector.keeps)
         try:
             with self._parts.driver.whole_step():
                 if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
                     losses = self._forward(
-                        lambda: losses_side_by_side(self._watched_model, batches, take_loss, self._parts.access),
+                        lambda: losses_side_by_side(self._watched_model, batches, loss_of_batch, self._parts.access),
                         len(batches),
                     )
                     self._losses += [loss.detach() for loss in losses]
@@ -175,7 +174,7 @@ class Steps:
                 for position, batch in enumerate(batches):
                     is_last = position == len(batches) - 1
                     with contextlib.nullcontext() if is_last else engine.no_sync():
-                        engine.backward(self._noted(take_loss(called(engine, batch))) / len(batches))
+                        engine.backward(self._noted(loss_of_batch(engine, batch)) / len(batches))
                 return engine.step()
         except BaseException as error:
             self._give_up(engine, error, has_others=has_others)
