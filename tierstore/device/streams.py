@@ -17,8 +17,9 @@ updates and, with several ranks, one that gathers.
   which belong to the compute stream, are not reused during the copy.
 * Threads take turns to queue a copy and the event behind it. Otherwise several copies could be queued before all their
   events, which would be reached only after the last copy: all threads would wake together, with the stream idle.
-* Updates and norms of state on the device run on a stream of their own, as copies do. Before they begin, the host has
-  waited for the work that writes what they read, or reads what they write; at their end the host waits for them.
+* Updates on the device, and norms of gradients there, run on a stream of their own, as copies do. Before they
+  begin, the host has waited for the work that writes what they read, or reads what they write; at their end the host
+  waits for them.
 * If queueing a copy fails, the call still waits for the copies queued before: no buffer is given back while a DMA may
   use it.
 Apart from marks, no object that outlives a call holds an event, so there is no event to lose.

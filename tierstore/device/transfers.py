@@ -90,7 +90,7 @@ class CpuDevice:
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
-    # A group of 393 KB costs training 150 us less than by a worker (`bench step --heat cost`, 2 cores, 2026-11-25).
+    # So a group of 393 KB costs training 150 us less than by a worker (`bench step --heat cost`, 2 cores, 2026-11-25).
     at_once_bytes = 2**19
     small_bytes = 2**20
 

@@ -331,8 +331,8 @@ class Backend:
             return sorted(self._call_list(path))
 
     def _overwrite_in_place(self, descriptor: int) -> None:
-        """See `create`; of an empty file."""
-        with contextlib.suppress(OSError):  # of any other file system
+        """See `create`; takes effect on an empty file only."""
+        with contextlib.suppress(OSError):  # raised by other file systems
             flags = array.array("l", [0])
             self._call_ioctl(descriptor, _GETFLAGS, flags)
             flags[0] |= _NOCOW

@@ -34,8 +34,8 @@ Ts = TypeVarTuple("Ts")
 class Priority(enum.IntEnum):
     """Smaller goes first; equal ones in the order of submission.
 
-    A write frees memory that prefetches need. A write for a commit (`COMMIT`), of data that stay in memory, frees none,
-    so it goes last, unless somebody waits for that commit (`WorkerPool.hurry`).
+    A write frees memory that reads ahead (`PREFETCH`) need. A write for a commit (`COMMIT`), of data that stay in
+    memory, frees none, so it goes last, unless somebody waits for that commit (`WorkerPool.hurry`).
     """
 
     DEMAND = 0
@@ -124,7 +124,7 @@ class WorkerPool(ForkAware):
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """In this block somebody waits for a commit: its jobs go before prefetches. The loop thread only."""
+        """In this block somebody waits for a commit: its jobs go before reads ahead. The loop thread only."""
         self._hurries += 1
         self._order = _HURRIED
         try:

@@ -32,7 +32,7 @@ from tierstore.plan.step_record import StepRecord
 from tierstore.plan.step_store import Round, Store
 
 _LONGEST_PERIOD = 8  # steps simulated from commit to commit, at most
-_QUIET = 2  # last simulated steps that stand for the rest of a longer period
+_QUIET = 2  # simulated steps, those before the last, that stand for the rest of a longer period
 _PERIODS = 2  # simulated periods, if they are short
 _WARM_UP_STEPS = 2
 

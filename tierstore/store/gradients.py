@@ -65,7 +65,7 @@ class _Chunk:
     """The gradient of one chunk.
 
     Attributes:
-        staged: memory that holds the gradient after it was written to NVMe, too, for the update that has waited for it.
+        staged: memory that still holds a gradient that is on NVMe already, for the update that has waited for it.
         awaited: the end of the last delivery, if an update waits for that and needs nothing else.
     """
 

@@ -93,7 +93,7 @@ class Round:
     Attributes:
         number: rounds of later steps have higher numbers.
         is_void: the round was taken back; its gradients belong to the round that replaces it.
-        used: the mark after which no kernel queued before the decision reads weights. Set when the round is decided.
+        used: the mark behind all kernels queued before the decision, which may read weights. Set by the decision.
         opened: groups whose trips may be applied, as soon as their gradients are here.
     """
 

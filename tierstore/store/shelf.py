@@ -169,7 +169,7 @@ class Shelf:
     """The packs of a store of tensors and the generations that name them.
 
     Args:
-        shares: how many chunks each directory gets of a round, in a new store.
+        shares: the share of the chunks that each directory gets, in a new store.
         later: has a worker run a job, without waiting; the store keeps its failure, and raises it later.
     """
 

@@ -33,7 +33,7 @@ _READ, _WRITE = "read", "write"
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """What a slot holds for one chunk; the part of it that a manifest keeps.
+    """What a slot holds for one chunk, as a manifest records it.
 
     Attributes:
         checksum: a digest (`kernels/digests.py`); in a store of an older release, xxh3 of all bytes at once.
@@ -139,7 +139,7 @@ class SlotPack:
     whole until `commit()` says that a newer one is published.
 
     Args:
-        shares: how many chunks each directory gets of a round; one each if empty.
+        shares: the share of the chunks that each directory gets, as small integers; all alike if empty.
         after: how many chunks count as dealt before these, which decides the directory of the first one.
         rests: which chunks belong to frozen groups: they get disk space in the first slot only, until they are written.
 
@@ -426,7 +426,7 @@ class SlotPack:
             known: the digest of `array`, if it is computed already; not used where the chunk is stored encoded.
         """
         if self.is_coded:
-            priority = min(priority, Priority.WRITE)  # it queues with scratch memory, which others wait for
+            priority = min(priority, Priority.WRITE)  # while it queues it holds scratch memory, which others wait for
         committed = self.committed[index]
         slot = 0 if committed is None or self._slots == 1 else 1 - committed.slot
         records: list[ChunkRecord] = []

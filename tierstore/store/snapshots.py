@@ -153,7 +153,7 @@ class Snapshot:
         for name in sorted(names):
             with contextlib.suppress(TierstoreError, OSError):  # it is in use, or cannot be removed
                 left = [store / name for store in stores if (store / name).is_dir()]
-                if any((one / UNFINISHED).is_file() for one in left):  # first: `remove` looks longer
+                if any((one / UNFINISHED).is_file() for one in left):  # a quick look first: `remove` takes longer
                     remove(left, self._backend, only_unfinished=True)
 
     def start_copying(self) -> None:
@@ -190,7 +190,7 @@ class Snapshot:
             file.datasync()
 
     async def moves(self) -> bool:
-        """Wait until another part is copied. Returns whether there is more to copy."""
+        """Wait until another part is copied, or the copy ends. Returns whether there is more to copy."""
         if self._copying is None:
             return False
         self._has_moved.clear()

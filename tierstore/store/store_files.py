@@ -33,7 +33,7 @@ class StoreFiles:
     """Packs, manifests and lock in the directories of one store; without directories there are none.
 
     Args:
-        shares: how many chunks each directory gets of a round.
+        shares: the share of the chunks that each directory gets.
         is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
         lock: holds the first directory already if a generation was read there. The others are locked here; `release`
             unlocks all.

@@ -22,10 +22,10 @@ disk may differ as much."""
 
 
 def shares_of(tiers: TierConfig) -> tuple[int, ...]:
-    """How many chunks each directory gets of a round, by its rate in the given table (reads and writes at once).
+    """The share of the chunks that each directory gets, by its rate in the given table (reads and writes at once).
 
     Directories below one that was measured share its rate. A rate measured through the page cache is one of memory, and
-    does not count. If a directory has no rate, all get one chunk each.
+    does not count. If a directory has no rate, all shares are 1.
     """
     measured: list[Path] = []
     known: dict[Path, float] = {}

@@ -156,7 +156,7 @@ class TrainingStore:
         return resident
 
     def use_storages(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Set the device storages. They are made after the files, so that a model keeps its weights if those fail."""
+        """Set the device storages. They are made after the files: if the files fail, the model keeps its weights."""
         self.weights.storages = storages
 
     def _trace_memory(self) -> None:

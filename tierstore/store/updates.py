@@ -37,7 +37,7 @@ from tierstore.trace import Tracer
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 _Before = tuple[asyncio.Task[None] | None, asyncio.Task[None] | None]
-"""What a trip follows: the trip of the chunk before it, and the write for a commit that began after that trip."""
+"""What a trip follows: the previous trip of its chunk, and the write for a commit that began after that trip."""
 
 
 class UpdatePipeline:
@@ -90,7 +90,7 @@ class UpdatePipeline:
         """Chunks with a part that lives in memory and waits to be written, and the digests from their last update."""
 
     def forget_digests(self, group: int, chunk: int) -> None:
-        """What lives in CPU memory of a chunk is not, or soon will not be, what its last update has left there."""
+        """The parts of a chunk in CPU memory no longer are, or soon will not be, as its last update left them."""
         if (group, chunk) in self.dirty:
             self.dirty[group, chunk] = (None, None)
 
@@ -316,7 +316,7 @@ class UpdatePipeline:
     async def _unless_recalled(self, round_: Round, trip: Trip, wanted: asyncio.Future[None]) -> bool:
         """Wait for a future that others wait for, too; False if the trip is recalled first.
 
-        A trip whose gradient has come since it was recalled goes on: it gives its memory back sooner that way.
+        A recalled trip that by now needs nothing but time goes on: it gives its memory back sooner that way.
 
         Raises:
             BaseException: what `wanted` failed with. A chunk goes no further than its first failure, because what came

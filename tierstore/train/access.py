@@ -3,8 +3,8 @@
 Scope: entering and leaving groups, prefetch by the recorded order.
 Not here: parameters that are not on the device (`guard.py`), the policy (`plan/residency.py`), the moves themselves
     (`moves.py`), the hooks that call this (`hooks.py`).
-Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). It keeps the lease
-of a group as long as it holds the group, so work inside a held group crosses to no other thread.
+Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). A group that
+it holds stays on the device, so work inside a held group crosses to no other thread.
 
 [Note: who may drop] Only the training side decides to drop a group, and only if nobody is inside it and nobody holds a
 view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory. Copies and gathers
@@ -95,7 +95,7 @@ class DeviceAccess:
         self.awaits_update: Callable[[int], bool] = lambda group: False
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
         self.before_visit: Callable[[int], None] = lambda group: None
-        """Called before a group is used; with forwards side by side (`vertical.py`) it may let the others go first."""
+        """Called before forward uses a group; of forwards side by side (`vertical.py`) it may let others go first."""
         self.read_late: Callable[[int], None] = lambda group: None
         """Called when a withdrawn group is read after all; it may refuse that."""
         self.gate = Gate(self)
@@ -123,7 +123,7 @@ class DeviceAccess:
         self.is_inside = True
 
     def end_pass(self) -> None:
-        """Forward or backward is over: groups that were acquired for its whole length are released."""
+        """Forward or backward is over: leave the groups that were entered for its whole length."""
         self.is_inside = False
         self._account()
         self._users = list(self._long_users)  # after an error some `leave` may be missing
@@ -432,7 +432,7 @@ class DeviceAccess:
             self._wait_for(group)
 
     def close(self) -> None:
-        """Drop every group; none will be acquired again."""
+        """Drop every group; none will be loaded again."""
         self.gate.cut()
         self.release_all()
 

@@ -271,7 +271,7 @@ class GradientCollector:
                 "make the module with sparse=False"
             )
         self._streams.add(self._device.stream())
-        if len(self._streams) > 1:  # a mark covers one stream, also for reads of weights, where nobody can check
+        if len(self._streams) > 1:  # a mark covers one stream, also for reads of weights, whose stream nobody can check
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} was made in another CUDA stream than those "
                 "before it: call all of the model in one stream, from the first forward on"

@@ -220,7 +220,7 @@ class CallOrder:
         """Weights are not to be read while updates change them.
 
         Raises:
-            ConfigError: they do so since the last backward.
+            ConfigError: updates do so since the last backward.
             ClosedError: a step that was broken off has changed some of them. It is only a warning where no run can be
                 resumed at the step before: these weights are all that is left.
         """

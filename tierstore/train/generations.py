@@ -32,7 +32,7 @@ class Pending:
 
 
 class Generations:
-    """The progress of a run, and its commits: one is due every `commit_every` steps; the last step waits until then.
+    """The progress of a run, and its commits: one is due every `commit_every` steps; until then the last one waits.
 
     Attributes:
         step_count: finished steps.

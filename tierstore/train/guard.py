@@ -71,7 +71,7 @@ def guard(group: Group, gate: Gate) -> None:
 
 
 def hide(group: Group) -> None:
-    """From now on reading a parameter of this group acquires the group, or raises by name. Twice is fine."""
+    """From now on reading a parameter of this group brings the group back, or raises by name. Twice is fine."""
     for parameter, kind in zip(group.parameters, group.hidden_classes):
         parameter.__class__ = kind
 

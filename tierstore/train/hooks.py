@@ -27,8 +27,8 @@ from tierstore.train.groups import Group, ModelGroups
 _Packed = tuple[Group | None, int, object, torch.Tensor]
 """What is kept of a saved tensor. For a view of a group's storage: the group, the number of the step, the group's token
 (whose references count the saved views), and the view, whatever the storage holds meanwhile. For any other tensor:
-None, its version, None (or values that it holds without counting as a use), and an alias of it. A tuple and not a
-class, because a group has a dozen of them in each pass."""
+None, its version, None (of a compressed sparse tensor its values, see `_counted_values`), and an alias of it. A tuple
+and not a class, because a group has a dozen of them in each pass."""
 
 
 class ModelHooks:

@@ -109,7 +109,7 @@ class GroupMoves:
         try:
             await self._store.weights.load(group, Priority.DEMAND)
         except BudgetError as error:
-            # With other ranks, which may have room, the run is lost; else its user is told, and asks again.
+            # With other ranks, which may have room, the run is lost; else `access.py` asks again, or raises this.
             if self._gathers is not None or self._store.weights.on_device(group) is not None:
                 raise
             self.without_room[group] = error

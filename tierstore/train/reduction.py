@@ -10,8 +10,8 @@ reverse of the order in which rank 0's forward needed the groups. Buckets that w
 device. A group that got no gradient here takes part with zeros. Gradients that come late in the first step are reduced
 once more at its end, in the reverse order of registration.
 
-[Note: flags] A parameter is updated if it got a gradient at any rank. Behind every part of the bucket each rank adds a
-1 for each parameter that got one there, so that the sums tell, without a collective of their own.
+[Note: flags] A parameter is updated if it got a gradient at any rank. Behind every part of the bucket each rank puts a
+1 for each parameter that got a gradient at that rank, so that the sums tell, without a collective of their own.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class RoundDriver:
             visits: groups in the order in which forward and backward need them.
             completed: groups in the order in which their gradients were complete in the last backward.
             knows_graph: a whole step was seen before; until then nothing is updated before step().
-            recomputes: the graph does not show all of its gradients, so one may come late: an error after the update.
+            recomputes: the graph does not show all of its gradients, so one may come after the update: an error.
             accumulates: the next backward is not the step's last.
         """
         self.schedule = self._schedule
@@ -219,7 +219,7 @@ class RoundDriver:
         self._waits_for_step = self._is_unasked
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[Mark], None] | None:
-        """What the loop calls when the store has the gradient of this group; None: nothing, until `decide`.
+        """What the loop calls when the store has been told of this group's gradient; None: nothing, until `decide`.
 
         Its argument is the mark after which the gradient is valid.
         """

@@ -183,7 +183,7 @@ class Steps:
             self._losses.clear()
 
     def _noted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Notes a loss and returns it; no variable keeps it, so that its graph ends with backward."""
+        """Note a loss and return it; no variable keeps it, so that its graph ends with backward."""
         if isinstance(loss, torch.Tensor):  # else backward refuses it
             self._losses.append(loss.detach())
         return loss
