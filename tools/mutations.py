@@ -551,15 +551,15 @@ MUTATIONS: Sequence[Mutation] = (
         "if last not in kept:", "store/test_manifest_files.py", "if False:",
     ),
     Mutation(
-        "what a full disk is written over", "store/manifest_files.py Manifests._makes_room", "[1:]",
-        "store/test_power_cut.py::test_so_it_does_where_the_disk_is_full", "",
+        "what a full disk is written over", "store/manifest_files.py Manifests._makes_room", "[-1]",
+        "store/test_power_cut.py::test_so_it_does_where_the_disk_is_full", "[0]",
     ),
     Mutation(
         "the room that a file has", "io/backend.py Backend.write_file", "os.O_CREAT |",
         "store/test_each_fault.py::test_a_disk_that_is_full_ends_no_run", "os.O_CREAT | os.O_TRUNC |",
     ),
     Mutation(
-        "no copy on write", "io/backend.py Backend._overwrite_in_place", "flags[0] |= _NOCOW", "io/test_backend.py",
+        "no copy on write", "io/backend.py Backend._overwrite_in_place", " | _NOCOW", "io/test_backend.py", "",
     ),
     Mutation(
         "what a longer file held", "io/backend.py Backend.write_file", "self.truncate(path, len(data))",

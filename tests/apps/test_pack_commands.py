@@ -296,7 +296,7 @@ def test_what_is_no_pack_is_told_what_it_is(tmp_path: Path) -> None:
     said = run("verify", tmp_path / "y", tmp_path / "x", code=1).stderr
     assert "of a striped pack the directory that holds the index comes first" in said
     run("unpack", tmp_path / "x", tmp_path / "y", tmp_path / "sharded", "--shard-size", "100KB", "--memory", "1TiB")
-    assert "is the index of an ordinary checkpoint, not of a pack" in run("verify", tmp_path / "sharded", code=1).stderr
+    assert "is the index of an ordinary checkpoint; make a" in run("verify", tmp_path / "sharded", code=1).stderr
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
     assert "is a zip file, as torch.save makes them" in run("verify", tmp_path / "w.pt", code=1).stderr
     (tmp_path / "none").mkdir()

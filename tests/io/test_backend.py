@@ -24,17 +24,20 @@ PAGE = 4096
 
 
 class Btrfs(Backend):
-    """Notes each file that it asks to overwrite in place, and its size: btrfs accepts this for empty files only."""
+    """Notes the files that it asks to overwrite in place, which Btrfs does only if they are empty."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[tuple[str, int]] = []
+        self.in_place: list[str] = []
 
     def _call_ioctl(self, descriptor: int, request: int, argument: Any) -> None:
-        if request == 0x40086602:
-            assert argument[0] & 0x00800000
-            name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
-            self.asked.append((name, os.fstat(descriptor).st_size))
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        if request == 0x80086601:
+            argument[0] = 0x10 | (0x00800000 if name in self.in_place else 0)
+        elif request == 0x40086602:
+            assert argument[0] == 0x00800010
+            assert os.fstat(descriptor).st_size == 0
+            self.in_place.append(name)
 
 
 def test_new_files_are_overwritten_in_place_where_others_would_be_copied(tmp_path: Path) -> None:
@@ -42,7 +45,9 @@ def test_new_files_are_overwritten_in_place_where_others_would_be_copied(tmp_pat
     backend.create(tmp_path / "pack", 4 * PAGE).close()
     backend.write_file(tmp_path / "manifest", b"small")
     backend.clone(tmp_path / "pack", tmp_path / "snapshot")
-    assert backend.asked == [("pack", 0), ("manifest", 0), ("snapshot", 0)]
+    (tmp_path / "older").touch()
+    backend.clone(tmp_path / "older", tmp_path / "its snapshot")  # shares nothing with a file of the other kind
+    assert backend.in_place == ["pack", "manifest", "snapshot"]
 
 
 @pytest.fixture

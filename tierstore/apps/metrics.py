@@ -28,7 +28,8 @@ class StepLog:
     """A file of lines that only grows.
 
     A process killed while it wrote leaves half a line. Its step was never committed, so the half line is cut off, and
-    the repeated step writes its line again. Lines that do not fit on a full disk are written when there is room.
+    the repeated step writes its line again. Lines that do not fit on a full disk are written when there is room; their
+    steps are committed, so a kill before that loses them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,8 +105,10 @@ class StepLog:
             raise kind(f"cannot write a line of {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Tries once more to write what has found no room. Twice is fine."""
         if self._descriptor is not None:
+            with contextlib.suppress(StorageError):  # it was told
+                self.write_rest()
             os.close(self._descriptor)
             self._descriptor = None
 

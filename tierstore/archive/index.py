@@ -46,7 +46,7 @@ def check_index(data: bytes, source: str) -> list[str]:
     metadata = body.get("metadata") if isinstance(body, dict) else None
     is_ours = isinstance(metadata, dict) and (_SEAL in metadata or "files" in metadata)
     if isinstance(body, dict) and "weight_map" in body and not is_ours:
-        raise FormatError(f"{source} is the index of an ordinary checkpoint, not of a pack; make one by `pack`")
+        raise FormatError(f"{source} is the index of an ordinary checkpoint; make a pack of it by `tierstore pack`")
     seal = metadata.pop(_SEAL, None) if isinstance(metadata, dict) else None
     if not isinstance(metadata, dict) or seal != f"{checksum_bytes(_text(body)):016x}":
         raise ChecksumMismatch(f"{source} was changed after it was written; pack again")

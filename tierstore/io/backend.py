@@ -214,7 +214,8 @@ class Backend:
         """
         flags = os.O_CREAT | os.O_EXCL
         with self._both(source, target, flags) as (reading, writing), self.calling(f"clone of {source}", target):
-            self._overwrite_in_place(writing)  # as the source is, or Btrfs shares nothing
+            if self._flags_of(reading) & _NOCOW:  # between a file with it and one without Btrfs shares nothing
+                self._overwrite_in_place(writing)
             is_made = self._call_clone(reading, writing, target)
         if not is_made:
             self.remove(target)
@@ -276,7 +277,9 @@ class Backend:
                     os.fchmod(descriptor, mode)  # otherwise a leftover keeps its own mode
             file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
             file.write_from(np.frombuffer(data, np.uint8), 0)
-            if os.fstat(descriptor).st_size > len(data):
+            with self.calling("inspection", path):
+                is_longer = os.fstat(descriptor).st_size > len(data)
+            if is_longer:
                 self.truncate(path, len(data))
             self.fsync_file(descriptor, path)
         finally:
@@ -333,10 +336,14 @@ class Backend:
     def _overwrite_in_place(self, descriptor: int) -> None:
         """See `create`; takes effect on an empty file only."""
         with contextlib.suppress(OSError):  # raised by other file systems
-            flags = array.array("l", [0])
+            self._call_ioctl(descriptor, _SETFLAGS, array.array("l", [self._flags_of(descriptor) | _NOCOW]))
+
+    def _flags_of(self, descriptor: int) -> int:
+        """The flags that `lsattr` shows; none on a file system without."""
+        flags = array.array("l", [0])
+        with contextlib.suppress(OSError):
             self._call_ioctl(descriptor, _GETFLAGS, flags)
-            flags[0] |= _NOCOW
-            self._call_ioctl(descriptor, _SETFLAGS, flags)
+        return flags[0]
 
     def _open(self, path: Path, flags: int, mode: int) -> int:
         with self.calling("open", path):

@@ -144,15 +144,16 @@ class Manifests:
             replace_file(path, data, backend=self._backend, makes_room=partial(self._makes_room, number))
 
     def _makes_room(self, number: int) -> bool:
-        """Let the files of generation `number` be written over those of the generation before the last.
+        """Let the files of generation `number` be written over those of the oldest generation.
 
         Returns:
-            Whether there is one. Most of its chunks are overwritten already.
+            Whether there is one older than the last. Most of its chunks are overwritten already.
         """
-        if not (older := self.numbers()[1:]):
+        numbers = self.numbers()
+        if len(numbers) < 2:
             return False
         for path in (self.manifest_path, self.captured_path):  # the manifest first: it makes the files a generation
-            self._backend.replace(path(older[0]), temporary(path(number)))
+            self._backend.replace(path(numbers[-1]), temporary(path(number)))
         return True
 
     @contextlib.contextmanager

@@ -200,7 +200,7 @@ def remove(
 def _refuse_finished(found: Sequence[StoreDirectory], only_unfinished: bool) -> None:
     names = {name for one in found for name in one.files}
     if only_unfinished and (UNFINISHED not in names or any(map(MANIFEST.fullmatch, names))):
-        raise ConfigError(f"{found[0].path} holds a store that was begun, so nothing was removed")
+        raise ConfigError(f"{found[0].path} holds a finished store; nothing was removed")
 
 
 def _holds_nothing(path: Path) -> bool:

@@ -203,8 +203,9 @@ class Engine:
             criterion: makes the loss from the output and the target, such as `torch.nn.CrossEntropyLoss()`; each
                 micro-batch is then a pair (inputs, target), and the model is called with the inputs.
         """
+        loss_of_batch = loss_by(loss_of, criterion)
         self._generations.given.tell_what_is_left()
-        return self._steps.train_step(self, batches, loss_by(loss_of, criterion), schedule)
+        return self._steps.train_step(self, batches, loss_of_batch, schedule)
 
     @in_turn
     def step(self) -> StepReport:
