@@ -449,6 +449,7 @@ class TestStrangers:
             ({"records/weights/0": [0, 2**20, "0" * 16, True]}, "1048576 B of chunk .* in slot 0, where 2 slots"),
             ({"captured": {}}, "lacks buffers, loss_scale, optimizer"),
             ({"captured/step": "3"}, "holds a str as step"),
+            ({"captured/pending": {"$dict": [[1, 2], ["set", 0]]}}, "the pending gradients is not an object of set"),
             ({"captured/random/numpy/$tuple/2": 10**6}, "the position of numpy's random state is 1000000"),
             ({"captured/random/torch": {"$array": ["x", "|u1", [5]]}}, "the array 'x' is missing"),
         ],

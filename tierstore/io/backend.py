@@ -142,8 +142,8 @@ class Backend:
             StorageError: the file exists already (and was left alone), or the system refused (and it was removed).
         """
         descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        self._overwrite_in_place(descriptor)
         try:
+            self._overwrite_in_place(descriptor)
             self._allocate(descriptor, size_bytes, path, holes)
             return self.open(path, writable=True)
         except BaseException:

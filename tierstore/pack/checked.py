@@ -18,7 +18,7 @@ _LONGEST_NAME_BYTES = 255
 def object_of(item: Any, keys: Collection[str], what: str) -> list[Any]:
     """The values of an object that has exactly these keys, in their order."""
     if not isinstance(item, dict) or item.keys() != set(keys):
-        odd = min(item.keys() ^ set(keys)) if isinstance(item, dict) else None
+        odd = min(item.keys() ^ set(keys), key=str) if isinstance(item, dict) else None
         told = f": {odd!r:.40} is {'missing' if odd in keys else 'not known'}" if odd is not None else ""
         raise FormatError(f"{what} is not an object of {', '.join(keys)}{told}")
     return [item[key] for key in keys]

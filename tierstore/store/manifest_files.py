@@ -149,6 +149,7 @@ class Manifests:
         Returns:
             Whether there is one older than the last. Most of its chunks are overwritten already.
         """
+        self._check_in_place()
         numbers = self.numbers()
         if len(numbers) < 2:
             return False

@@ -207,8 +207,8 @@ class ModelGroups:
         if name is not None:
             raise ConfigError(
                 f"the .grad of {name} is set, and this step would not see it: gradients are taken in "
-                "engine.backward(), of parameters that the loss reaches; to use it, add a term to the loss, and set it "
-                "to None"
+                "engine.backward(), of parameters that the loss reaches; to use it, add a term to the loss, and set "
+                ".grad to None"
             )
 
     @functools.cached_property
