@@ -62,6 +62,7 @@ def run(*arguments: str) -> Any:
 
 @pytest.mark.usefixtures("small", "one_thread")
 def test_a_run_in_small(disk_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     table, plot, disk = disk_path / "rates.json", disk_path / "rates.png", disk_path / "disk"
     disk.mkdir()
     result = run("--nvme", str(disk), "--quick", "--seconds", "0.1", "--json", str(table), "--plot", str(plot))

@@ -200,7 +200,7 @@ def test_chunks_that_follow_each_other_are_updated_as_alone(dtype: str, last: in
 def test_many_steps_are_as_one_by_one() -> None:
     """Of each dtype, more runs than one launch takes, of all sizes."""
     random, steps, expected, kept = np.random.default_rng(5), [], [], []
-    for index in range(3 * 70):
+    for index in range(3 * 140):
         dtype, elements, c = DTYPES[index % 3], 1 + 37 * index, (PLAIN, COUPLED)[index % 2]
         chunk = Chunk(dtype, plausible(elements, random), random)
         there = [on_the_device(part, 0) for part in (chunk.weights, chunk.state, chunk.gradient)]

@@ -217,7 +217,7 @@ class TestClose:
 
         with Runtime("test") as runtime:
             runtime.call(start, runtime)
-        assert ended[0] == "first"
+        assert ended == ["first", "second"]
 
     def test_wakes_a_call_in_another_thread(self) -> None:
         runtime, errors, begun = Runtime("test").start(), list[BaseException](), threading.Event()

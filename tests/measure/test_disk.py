@@ -20,7 +20,6 @@ from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena, Bytes
 from tierstore.io.runtime import Runtime
 from tierstore.measure.disk import check_room, disk_file, disk_files, incompressible
-from tierstore.measure.loads import Load
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -78,10 +77,8 @@ def test_transfers_go_over_all_of_the_memory(disk_path: Path, memory: Bytes) -> 
 
 def test_threads_share_the_buffers(disk_path: Path, memory: Bytes, runtime: Runtime) -> None:
     with disk_file(disk_path, 4 * MIB, memory, Backend()) as file:
-        load = file.both(MIB // 4, 4)
-        assert runtime.call(load.run, 0.02) > 0
-        whole: Load = file.load("read", MIB, 4)  # as many as there are buffers
-        assert runtime.call(whole.run, 0.0) > 0
+        for load in (file.both(MIB // 4, 4), file.load("read", MIB, 4)):  # the second has as many threads as buffers
+            assert runtime.call(load.run, 0.02) > 0
 
 
 def test_a_size_in_decimal_units_is_cut_to_what_o_direct_moves(disk_path: Path, memory: Bytes) -> None:

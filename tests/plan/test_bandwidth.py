@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -88,9 +87,11 @@ def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataOb
             continue
         place[key] = data.draw(JSON)
         break
-    with contextlib.suppress(FormatError):
+    try:
         found = BandwidthTable.from_json(value)
-        assert BandwidthTable.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
+    except FormatError:
+        return
+    assert BandwidthTable.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ def train(
         torch.manual_seed(seed)
         for begin in range(0, len(batches), accumulate) if is_vertical else ():
             run.reports.append(_step_side_by_side(engine, batches[begin : begin + accumulate], loss_of, run.losses))
+            if after is not None:
+                after(engine, len(run.reports))
         for position, batch in enumerate(batches if not is_vertical else ()):
             is_last = (position + 1) % accumulate == 0
             with nullcontext() if is_last else engine.no_sync():

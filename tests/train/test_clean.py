@@ -100,7 +100,10 @@ class TestClose:
             assert again.engine.step_count == begun(way)  # also a step that was not due for a commit
 
     @pytest.mark.parametrize("nvme", [True, False])
-    def test_without_durability_leaves_an_empty_directory(self, nvme: bool, tmp_path: Path) -> None:
+    def test_without_durability_leaves_an_empty_directory(
+        self, nvme: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
         changes: dict[str, Any] = {} if nvme else {"nvme": []}
         with opened(Way(), tmp_path, durability="none", **changes) as run:
             run.until(2)

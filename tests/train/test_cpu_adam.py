@@ -139,7 +139,7 @@ def test_nothing_changes_any_more_after_an_interrupt(monkeypatch):
     optimizer, parameters = optimizer_of(parameters_of(torch.float32, shapes=((4,),) * 6), threads=2)
     monkeypatch.setattr(cpu_adam, "update_views", update)
     monkeypatch.setattr(Future, "result", interrupted)
-    monkeypatch.setattr(cpu_adam, "wait", interrupted_too, raising=False)
+    monkeypatch.setattr(cpu_adam, "wait", interrupted_too)
     with pytest.raises(KeyboardInterrupt):
         train(optimizer, parameters, 1)
     ended_with_the_step = len(ended)

@@ -173,8 +173,9 @@ def test_a_module_may_be_called_by_threads_of_the_model(tmp_path: Path) -> None:
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(super().forward, batch).result()
 
-    with Engine(Threaded(), TierConfig()) as engine:
-        assert engine.train_step(tokens(2), lambda loss: loss, "vertical").grad_norm > 0
+    found, expected = steps_of(TierConfig(), model=Threaded()), steps_of(TierConfig())
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)  # a thread's nodes are in another order in backward
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-3, atol=2e-5)
 
 
 def test_each_loss_is_one_number(tmp_path: Path) -> None:
