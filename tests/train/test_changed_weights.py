@@ -54,6 +54,71 @@ def test_a_parameter_that_is_swapped_keeps_the_way_to_its_weights(tmp_path: Path
             parameter.sum()
 
 
+def _swap_in_a_block(layers: nn.Sequential) -> None:
+    one, other = layers[0][0].weight, layers[0][2].weight
+    one.data, other.data = other.data, one.data
+
+
+def _swap_blocks(layers: nn.Sequential) -> None:
+    one, other = layers[0][0].weight, layers[1][2].weight
+    one.data, other.data = other.data, one.data
+
+
+def _tie_values(layers: nn.Sequential) -> None:
+    layers[0][0].weight.data = layers[0][2].weight.data
+
+
+def _transpose(layers: nn.Sequential) -> None:
+    layers[0][0].weight.data = layers[0][0].weight.data.t()
+
+
+@pytest.mark.parametrize("change", [_swap_in_a_block, _swap_blocks, _tie_values, _transpose])
+def test_a_parameter_may_be_given_data_of_the_model(change: Callable[[nn.Sequential], None], tmp_path: Path) -> None:
+    """It lies in the memory of the weights already, at another place."""
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+        return nn.Sequential(*blocks)
+
+    def steps(engine: Engine) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = engine(torch.ones(2, 8)).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    changed = layers()
+    with torch.no_grad():
+        change(changed)
+        expected_weights = {name: value.clone() for name, value in changed.state_dict().items()}
+    model = layers()
+    model.load_state_dict(expected_weights)
+    with Engine(model, disk(tmp_path / "expected")) as engine:
+        expected = steps(engine)
+    with Engine(layers(), disk(tmp_path / "changed")) as engine:
+        with pytest.raises(GraphError, match=r"was changed inside gathered\(\)"), engine.gathered(""):
+            change(engine.model)
+        with engine.gathered("", modify=True):
+            change(engine.model)
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, expected_weights[name]), name
+        assert steps(engine) == expected
+
+
+def test_data_of_the_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        parameter = run.engine.model.get_parameter(NAME)
+        before, told = run.engine.state_dict()[NAME], rf"{re.escape(NAME)} was given data"
+        with pytest.raises(ConfigError, match=told), run.engine.gathered("", modify=True):
+            parameter.data = parameter.data[:4]
+        with run.engine.gathered([NAME]):
+            assert torch.equal(parameter, before)
+        run.step()
+
+
 def test_what_has_begun_a_step_is_told(tmp_path: Path) -> None:
     with opened(WAY, tmp_path) as run:
         state = run.engine.state_dict()

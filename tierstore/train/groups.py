@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,8 +89,10 @@ class Group:
 
     def changed(self) -> Iterator[str]:
         """Names of parameters that were changed in place since `accept_changes`, or were given other data."""
-        for spec, parameter, version in zip(self.spec.parameters, self.parameters, self.versions):
-            if parameter._version != version or parameter.untyped_storage()._cdata != self.storage._cdata:
+        for position, (spec, parameter, version) in enumerate(
+            zip(self.spec.parameters, self.parameters, self.versions)
+        ):
+            if parameter._version != version or not self._is_in_place(position):
                 yield spec.name
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -101,9 +103,18 @@ class Group:
         """Take the values as known: `changed` reports only later changes."""
         self.versions = [parameter._version for parameter in self.parameters]
 
+    def displaced(self) -> dict[int, torch.Tensor]:
+        """Copies of the parameters that were given other data (`p.data = new`), by their positions.
+
+        The other data may lie in this storage, or in that of another group (`p.data, q.data = q.data, p.data`): so
+        those of all groups are copied before the first is taken back.
+        """
+        found = (position for position in range(len(self.parameters)) if not self._is_in_place(position))
+        return {position: self.parameters[position].detach().clone() for position in found}
+
     @torch.no_grad()
-    def take_back(self) -> list[str]:
-        """Make parameters that were given other data (`p.data = new`) views of the storage again, with the new values.
+    def take_back(self, displaced: Mapping[int, torch.Tensor]) -> list[str]:
+        """Make these parameters views of the storage again, with the values that they were given.
 
         The group must be on the device. These parameters count as changed until `accept_changes`.
 
@@ -111,19 +122,29 @@ class Group:
             One message for each parameter that was given data of another shape or dtype; that data is lost.
         """
         wrong = []
-        for position, (parameter, spec) in enumerate(zip(self.parameters, self.spec.parameters)):
-            if parameter.untyped_storage()._cdata == self.storage._cdata:
-                continue
+        for position, value in displaced.items():
             self.versions[position] = _NO_VERSION  # neither the copy nor the view raises the parameter's own
-            given, expected = (tuple(parameter.shape), parameter.dtype), (spec.shape, TORCH_DTYPES[self.spec.dtype])
+            spec = self.spec.parameters[position]
+            given, expected = (tuple(value.shape), value.dtype), (spec.shape, TORCH_DTYPES[self.spec.dtype])
             if given == expected:
-                self._view(position).copy_(parameter)
+                self._view(position).copy_(value)
             else:
                 wrong.append(
                     f"parameter {spec.name} was given data of {given[1]} {given[0]}, it is {expected[1]} {expected[0]}"
                 )
-            parameter.data = self._view(position)
+            self.parameters[position].data = self._view(position)
         return wrong
+
+    def _is_in_place(self, position: int) -> bool:
+        """Whether a parameter is still the view that `bind` has made."""
+        parameter, spec = self.parameters[position], self.spec.parameters[position]
+        return (
+            parameter.untyped_storage()._cdata == self.storage._cdata
+            and parameter.storage_offset() == spec.start
+            and parameter.shape == spec.shape
+            and parameter.is_contiguous()
+            and parameter.dtype is TORCH_DTYPES[self.spec.dtype]
+        )
 
     def _view(self, position: int) -> torch.Tensor:
         spec = self.spec.parameters[position]
