@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -722,6 +723,35 @@ class Shuffled(nn.Module):
         for index in self.order:
             x = x + self.blocks[index](x).tanh()
         return x
+
+
+class Threaded(Net):
+    """Calls its blocks in a thread of its own: there the engine's hooks would not see what is saved for backward."""
+
+    is_threaded = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.is_threaded:
+            return super().forward(x)
+        is_enabled = torch.is_grad_enabled()
+
+        def call() -> Any:
+            with torch.set_grad_enabled(is_enabled):
+                return super(Threaded, self).forward(x)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+
+def test_a_module_called_in_a_thread_of_the_model_is_refused_with_gradients(tmp_path: Path) -> None:
+    x = torch.ones(2, 16)
+    with tight_engine(tmp_path, "forward", Threaded()) as engine:
+        with pytest.raises(GraphError, match=r"Linear was called in a thread of the model's own"):
+            engine(x)
+        with torch.no_grad():
+            seen = engine(x)
+        engine.model.is_threaded = False
+        assert torch.equal(engine(x), seen)
 
 
 def test_weights_of_a_block_that_the_last_step_left_out_can_be_read() -> None:

@@ -7,7 +7,6 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,17 +164,6 @@ def test_what_torch_keeps_per_thread_is_that_of_the_caller() -> None:
         batches = [torch.ones(2, WIDTH, device="cpu")] * 2
         engine.train_step(batches, lambda y: y.float().square().sum(), "vertical")
     assert seen == [(torch.bfloat16, False, torch.device("meta"))] * 2
-
-
-def test_a_module_may_be_called_by_threads_of_the_model(tmp_path: Path) -> None:
-    class Threaded(WithLoss):
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(super().forward, batch).result()
-
-    found, expected = steps_of(TierConfig(), model=Threaded()), steps_of(TierConfig())
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)  # a thread's nodes are in another order in backward
-    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-3, atol=2e-5)
 
 
 def test_each_loss_is_one_number(tmp_path: Path) -> None:

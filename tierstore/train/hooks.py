@@ -14,6 +14,7 @@ these hooks: autograd saves a parameter as itself, which no count of views shows
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,12 @@ None, its version, None (of a compressed sparse tensor its values, see `_counted
 and not a class, because a group has a dozen of them in each pass."""
 
 
+class _Here(threading.local):
+    """How often this thread is inside of `watching`: hooks on saved tensors belong to a thread."""
+
+    watchers = 0
+
+
 class ModelHooks:
     """Installs the hooks on a model, and removes them."""
 
@@ -38,6 +45,7 @@ class ModelHooks:
         self._gate = access.gate
         self._by_storage = {group.storage._cdata: group for group in groups.groups}
         self._watchers = 0
+        self._here = _Here()
         self._step = 0
         for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack):
             # Uncompiled code in a compiled block saves, too: `torch.compile` would compile these for each shape. Unlike
@@ -70,6 +78,7 @@ class ModelHooks:
             GraphError: `torch.func` takes gradients in here, which torch does not allow under such hooks.
         """
         self._watchers += 1
+        self._here.watchers += 1
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -82,6 +91,7 @@ class ModelHooks:
             ) from error
         finally:
             self._watchers -= 1
+            self._here.watchers -= 1
 
     def _hooks_of(
         self, own: nn.Module, access: DeviceAccess, needed: tuple[int, ...], *, holds: bool
@@ -105,6 +115,11 @@ class ModelHooks:
                 raise GraphError(
                     f"{type(module).__name__} was called outside of engine(...) with gradients enabled; "
                     "call it in the model's forward, inside `with engine.gathered([...]):`, or under torch.no_grad()"
+                )
+            if not self._here.watchers and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
+                raise GraphError(
+                    f"{type(module).__name__} was called in a thread of the model's own, whose graphs the engine does "
+                    "not see; call modules in the thread that calls engine(...), or there under torch.no_grad()"
                 )
             for group in needed:
                 if holds or not access.is_inside:
