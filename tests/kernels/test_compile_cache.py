@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,25 @@ def test_what_cannot_be_read_is_compiled_and_replaced(
     (damaged,) = (tmp_path / "cache").rglob(f"*.{suffix}")
     damaged.write_bytes(left)
     assert [hits(function), hits(function)] == [0, 1]
+
+
+def test_code_of_another_process_for_other_types_is_not_run(
+    function: Callable[[float], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes fill an empty cache at once: each takes the first free name, and writes its code there."""
+    late: list[Callable[[], None]] = []
+    save = IndexDataCacheFile._save_data
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_load_index", lambda self: {})
+        patch.setattr(IndexDataCacheFile, "_save_data", lambda *arguments: late.append(partial(save, *arguments)))
+        for value in (1.5, 3):
+            assert compiled(function)(value) == 2 * value
+    for one in reversed(late):  # the last index is of the integer; the last code, under the same name, of the float
+        one()
+    for expected in (0, 1):
+        loop: Any = compiled(function)
+        assert loop(3) == 6
+        assert sum(loop.stats.cache_hits.values()) == expected
 
 
 def test_a_full_disk_is_no_error(function: Callable[[float], float], monkeypatch: pytest.MonkeyPatch) -> None:

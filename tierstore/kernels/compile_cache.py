@@ -5,8 +5,8 @@ Not here: the loops (`compiled.py`).
 Owner: numba, whose files the cache is.
 
 The cache saves seconds, and nothing else depends on it. A file that a power cut has left empty (numba renames without a
-sync) is replaced after a new compilation. On a full disk, or where nothing can be written, each process compiles for
-itself.
+sync), or that holds the code for other types, is replaced after a new compilation. On a full disk, or where nothing can
+be written, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.sigutils import normalize_signature
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,11 +29,14 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception:
             with contextlib.suppress(Exception):
                 self.flush()
             return None
+        # Processes that fill an empty cache at one time, unlocked, may give two signatures the same file.
+        is_of_others = found is not None and tuple(found.signature.args) != tuple(normalize_signature(sig)[0])
+        return None if is_of_others else found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with contextlib.suppress(Exception):

@@ -181,7 +181,7 @@ def assemble(
         specs = [group.spec for group in groups.groups]
         partition.check_same_model(specs)
         dtypes = {spec.dtype for spec in specs}
-        warm_up(dtypes)
+        warm_up(sorted(dtypes))
         if generation is not None:
             check_same_store(generation, specs, tiers, options.schedule)
         # Before the store is made and takes the weights: a mistake in the options must not cost the weights.

@@ -116,7 +116,7 @@ class ModelHooks:
                     f"{type(module).__name__} was called outside of engine(...) with gradients enabled; "
                     "call it in the model's forward, inside `with engine.gathered([...]):`, or under torch.no_grad()"
                 )
-            if not self._here.watchers and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
+            if not self._here.watchers and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 raise GraphError(
                     f"{type(module).__name__} was called in a thread of the model's own, whose graphs the engine does "
                     "not see; call modules in the thread that calls engine(...), or there under torch.no_grad()"
