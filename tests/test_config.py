@@ -110,6 +110,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         "TierConfig: a directory in nvme lies in another one, which holds nothing but a store",
     ),
     (lambda: TierConfig(device="tpu"), "TierConfig: device must be 'cpu', 'cuda' or 'cuda:N', not 'tpu'"),
+    (lambda: TierConfig(device="cuda:256"), "TierConfig: device must be 'cpu', 'cuda' or 'cuda:N', not 'cuda:256'"),
     (lambda: TierConfig(codec="zip"), "TierConfig.codec: must be 'none', 'lz4', 'lz4-bitshuffle', "
      "'zstd-bitshuffle' or 'auto' (got 'zip')"),
     (lambda: TierConfig(chunk_bytes="64MiB"),

@@ -30,6 +30,8 @@ from tierstore.errors import ConfigError, advice_on
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}  # fmt: skip
+DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
+"""Not every name that torch takes: of a larger number it keeps 8 bits, so `cuda:256` would be the first GPU."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -298,7 +300,7 @@ class TierConfig(_Model):
 
     @model_validator(mode="after")
     def _check(self) -> TierConfig:
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+        if not DEVICE.fullmatch(self.device):
             raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
         stores = [Path(os.path.realpath(path)) for path in self.nvme]
         if len(set(stores)) != len(stores):

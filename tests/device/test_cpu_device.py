@@ -44,8 +44,9 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"'cuda:0' needs CUDA.*use 'cpu'"):
         open_device("cuda:0")
-    with pytest.raises(ConfigError, match="must be 'cpu'"):
-        open_device("meta")
+    for name in ("meta", "gpu", "cpu:0", "cuda:01", "cuda:-1", "cuda:256"):
+        with pytest.raises(ConfigError, match="must be 'cpu'"):
+            open_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="there are 1 CUDA devices"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from tierstore.apps.heap import serve_steps
 from tierstore.apps.launch import Launch
 from tierstore.apps.options import FreedMemory
 from tierstore.apps.output_files import check_outputs
-from tierstore.config import format_size
+from tierstore.config import DEVICE, format_size
 from tierstore.errors import ConfigError
 from tierstore.io.directories import warn_of_memory
 from tierstore.io.machine import memory_limits
@@ -73,7 +72,7 @@ class ProbeOptions:
         if self.against is not None and self.size is not None and self.size < _LEAST_FOR_FIO_BYTES:
             raise ConfigError(f"--against fio needs --size of at least {format_size(_LEAST_FOR_FIO_BYTES)}, "
                               f"not {format_size(self.size)}")  # fmt: skip
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+        if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device must be cpu, cuda or cuda:N, not {self.device}")
 
 

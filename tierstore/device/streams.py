@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierstore.config import DEVICE
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 
@@ -259,11 +260,11 @@ def check_device(name: str) -> torch.device:
     Raises:
         ConfigError: as `open_device`.
     """
-    device = torch.device(name)
-    if name == "cpu":
-        return device
-    if device.type != "cuda":
+    if not DEVICE.fullmatch(name):
         raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {name!r}")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
     if not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} needs CUDA, which torch {torch.__version__} does not find; use 'cpu'")
     if device.index is not None and device.index >= torch.cuda.device_count():
