@@ -899,7 +899,29 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "data that is refused is undone where it was taken over", "train/groups.py Group.take_back", "= _NO_VERSION",
-        "train/test_changed_weights.py::test_new_data_that_does_not_fit_is_refused", "= parameter._version",
+        "train/test_changed_weights.py::test_new_data_that_does_not_fit_is_refused",
+        "= self.parameters[position]._version",
+    ),
+    Mutation(
+        "weights that change places are taken back", "train/groups.py Group._is_in_place",
+        "parameter.storage_offset() == spec.start",
+        "train/test_changed_weights.py::test_a_parameter_may_be_given_data_of_the_model", "True",
+    ),
+    Mutation(
+        "weights of all groups are copied before one is taken back", "train/whole.py take_back",
+        "[group.displaced() for group in groups]",
+        "train/test_changed_weights.py::test_a_parameter_may_be_given_data_of_the_model",
+        "(group.displaced() for group in groups)",
+    ),
+    Mutation(
+        "what a thread of the model saves is refused", "train/hooks.py ModelHooks._hooks_of",
+        "not self._here.watchers and torch.is_grad_enabled()",
+        "train/test_out_of_turn.py::test_a_module_called_in_a_thread_of_the_model_is_refused_with_gradients", "False",
+    ),
+    Mutation(
+        "cached code is of the same types", "kernels/compile_cache.py _Cache.load_overload",
+        "None if is_of_others else found",
+        "kernels/test_compile_cache.py::test_code_of_another_process_for_other_types_is_not_run", "found",
     ),
     Mutation(
         "what one rank is refused is undone at all", "train/whole.py take_back",

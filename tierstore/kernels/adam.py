@@ -132,16 +132,12 @@ def init_state(dtype: str, master: Floats, weights: Weights, state: Bytes) -> No
     views = _matching_views(dtype, weights, state)
     views.m.fill(0)
     views.v.fill(0)
-    write_master_views(dtype, master, weights, views)
+    write_master(dtype, master, weights, state)
 
 
 def write_master(dtype: str, master: Floats, weights: Weights, state: Bytes) -> None:
     """Sets weights (rounded) and their complement to `master`; m and v stay."""
-    write_master_views(dtype, master, weights, _matching_views(dtype, weights, state))
-
-
-def write_master_views(dtype: str, master: Floats, weights: Weights, views: StateViews) -> None:
-    """`write_master` on sections that lie apart."""
+    views = _matching_views(dtype, weights, state)
     check_arrays("fp32", master, weights.size)
     if dtype == "bf16":
         compiled.split_bf16(master, weights, views.complement)
