@@ -91,6 +91,7 @@ def test_what_holds_for_every_step(
     assert found.cpu_peak_bytes <= placement.pools.total_bytes
     assert found.gpu_peak_bytes <= 6 * MIB
     assert found.disk_s <= found.seconds * 1.001
+    assert found.slowed_s == pytest.approx(0.0, abs=1e-6)  # this machine slows nothing
     moved_s = (found.read_bytes + found.written_bytes) / (100 * MIB)  # some of it after the last step
     assert found.seconds >= max(0.999 * 24 * seconds, 0.95 * moved_s)
 
@@ -317,6 +318,17 @@ class TestTuning:
             " s a step, 1.44 s are computing (0.24 s of that for what goes on beside it), the disks work 0.00 s, and "
             "what they do is hidden; faster disks or deeper prefetch gain nothing"
         )
+
+    @pytest.mark.parametrize("schedule", [UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE])
+    def test_waits_for_gradients_are_no_computing(self, schedule: UpdateSchedule) -> None:
+        """Backward waits until gradients have left the device, and those wait for the disk."""
+        one = Candidate(schedule, placed(50 * MIB, schedule, gpu_memory=64 * MIB))
+        found = tune(record(0.016), [one], Machine(RATES, io_threads=2))
+        step = found.choice.best
+        assert step.slowed_s == pytest.approx(0.0, abs=1e-6)
+        assert step.waiting_s == pytest.approx(step.seconds - record(0.016).compute_s)
+        assert found.two_disks.seconds < 0.8 * step.seconds
+        assert found.regime is Regime.BANDWIDTH_BOUND
 
     def test_of_what_was_taken_before_all_is_told_as_it_is_now(self) -> None:
         both = self.candidates(UpdateSchedule.STEP, UpdateSchedule.FORWARD)

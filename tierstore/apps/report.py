@@ -71,7 +71,10 @@ class Totals:
 
 
 def efficiency(seconds: Any) -> float:
-    """Share of a step in which the model computes: (forward + backward - waits for a tier) / total.
+    """Share of a step in which the model computes: (forward + backward - waits for weights) / total.
+
+    Backward's waits until gradients have left the device count as computing, because a GPU computes meanwhile. On a CPU
+    it does not, so there the share is too high where these waits are long.
 
     Source: ZeRO-Infinity (Rajbhandari et al., 2021), section 4.1, compute time over step time.
     """

@@ -73,7 +73,7 @@ class StepForecast:
 
     @property
     def computing_s(self) -> float:
-        """Time of both passes beside the update, without waiting for weights."""
+        """Time of both passes beside the update, without waiting for weights; as `train/meters.py` measures it."""
         return self.forward_s + self.backward_s - self.stall_s
 
 
@@ -95,7 +95,8 @@ def forecast(record: StepRecord, placement: Placement, machine: Machine, policy:
     run = _Trainer(clock, record, store, replace(policy, commit_every=period))
     clock.run(clock.spawn(run.train(_WARM_UP_STEPS + count, _WARM_UP_STEPS)))
     mean = _mean(run.marks[_WARM_UP_STEPS:], policy.commit_every if period == _LONGEST_PERIOD else count)
-    slowed_s = mean["forward"] + mean["backward"] - mean["stall"] - record.forward_s - record.backward_s
+    computing_s = mean["forward"] + mean["backward"] - mean["stall"] - mean["gradients"]
+    slowed_s = computing_s - record.forward_s - record.backward_s
     return StepForecast(
         seconds=mean["now"],
         forward_s=mean["forward"],
@@ -141,7 +142,7 @@ class _Trainer:
         self.awaiting: set[int] = set()
         self.accepting: list[Signal] = []
         self.gradient_bytes = self.gradient_peak_bytes = 0
-        self.totals = dict.fromkeys(("forward", "backward", "stall"), 0.0)
+        self.totals = dict.fromkeys(("forward", "backward", "stall", "gradients"), 0.0)
         self.marks: list[dict[str, float]] = []
         self.commit_phase = 0
 
@@ -182,7 +183,7 @@ class _Trainer:
             yield self.store.work.submit("main", "compute", seconds)
             for complete in self.completed.get(position, ()) if name == "backward" else ():
                 yield from self._hand_over(round_, complete)
-        yield from self.accepting
+        yield from self._left(self.accepting)
         self.accepting.clear()
         self.totals[name] += self.clock.now_s - began_s
 
@@ -257,7 +258,7 @@ class _Trainer:
         """The gradient leaves the device; backward waits while too many gradients are on their way."""
         nbytes = self.sizes[group]
         while self.gradient_bytes and self.gradient_bytes + nbytes > self.store.placement.gpu_gradient_bytes:
-            yield self.accepting.pop(0)
+            yield from self._left([self.accepting.pop(0)])
         self.gradient_bytes += nbytes
         self.gradient_peak_bytes = max(self.gradient_peak_bytes, self.gradient_bytes)
 
@@ -268,6 +269,12 @@ class _Trainer:
         if self.from_device and not self.store.placement.is_updated_on_gpu(group):
             self.awaiting.discard(group)
             self.store.decide(round_, [group])
+
+    def _left(self, accepted: Sequence[Signal]) -> Process:
+        """Wait until these gradients have left the device."""
+        began_s = self.clock.now_s
+        yield from accepted
+        self.totals["gradients"] += self.clock.now_s - began_s
 
 
 def _completed_at(record: StepRecord) -> Mapping[int, Sequence[int]]:
