@@ -206,6 +206,18 @@ def test_fp32_weights_are_updated_at_their_own_rate() -> None:
     assert slow.work["update"].optimizer_s == pytest.approx(2 * other.work["update"].optimizer_s)
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(), *(Layout(*count, zero=zero) for count in ((2, 1), (1, 2)) for zero in (0, 3)),
+               Layout(gpus=4, tensor=2), Layout(nodes=2, pipeline=2)],
+)  # fmt: skip
+def test_cores_update_as_much_whether_the_state_is_called_offloaded_or_not(layout: Layout) -> None:
+    job = Job(from_config(PRESET_FIELDS[Preset.P124M]), batch=4, sequence=256)
+    node = replace(NODES["laptop"].with_gpus(layout.gpus), rates=CORES)
+    nothing, offloaded = options_of(Situation(job, layout, node), [Strategy.NOTHING, Strategy.ALL_CPU])
+    # Each rank's part of an offloaded group is rounded up to whole blocks.
+    assert nothing.work["update"].optimizer_s == pytest.approx(offloaded.work["update"].optimizer_s, rel=0.03)
+
+
 BLOCK_WORK, HEAD_WORK = LayerWork(1.0, 7e6, 5e4, 9e8), LayerWork(1.0, 4e7, 3e6, 5e9)
 CORES = replace(
     NODES["laptop"].rates,

@@ -221,7 +221,8 @@ def step_work(
         "commit": Work(),
     }
     if placement is None and node.computes_on_cpu:  # updates on a GPU are not counted: they are short
-        parts["update"] = Work(optimizer_s=job.shape.parameters / layout.count / _adam_elements_per_s(job, node))
+        elements = layout.gpus * sum(part.parameters for part in stage_parts(job.shape, layout)) / layout.shares(1)
+        parts["update"] = Work(optimizer_s=elements / _adam_elements_per_s(job, node))
     loads = _loads(job, placement, layout)
     if layout.data > 1:
         gathered_s, reduced_s = _collectives_s(job, layout, node, loads)
