@@ -216,6 +216,16 @@ def test_weights_hide_behind_layers_as_they_were_timed(tmp_path: Path) -> None:
         plan(replace(asked, flops=1e12))
 
 
+def test_copies_of_ranks_without_a_gpu_share_the_memory_of_their_machine(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=timed_layers()).to_json()))
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, batch=8, sequence=64)
+    links = [situation_of(replace(asked, gpus=8, **more)).node.links for more in ({}, {"links": 3})]
+    assert links == [1, 3]
+    given = situation_of(replace(asked, gpus=8, flops=1e14, gpu_memory=10**10)).node
+    assert (given.links, given.computes_on_cpu) == (8, False)  # eight GPUs in this machine
+
+
 def test_a_cpu_that_is_slow_in_16_bits_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     slow = {"fp32": 1, "bf16": 20}

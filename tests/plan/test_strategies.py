@@ -21,7 +21,7 @@ from tierstore.plan.machine import NODES, Node, node_called, rates_of
 from tierstore.plan.memory import Job, Layout, activation_bytes, group_needs
 from tierstore.plan.model_size import from_config, from_parameters
 from tierstore.plan.placement import Kind
-from tierstore.plan.step_time import DRAG_BESIDE_COMPUTING, Link, Work, phases_of, step_work
+from tierstore.plan.step_time import DRAG_BESIDE_COMPUTING, Link, Work, compute_s, phases_of, step_work
 from tierstore.plan.strategies import USABLE, Option, Situation, Strategy, fastest, options_of, request_of, simplest
 from tierstore.plan.tiers import place
 from tierstore.train.budgets import request_for
@@ -216,6 +216,18 @@ def test_cores_update_as_much_whether_the_state_is_called_offloaded_or_not(layou
     nothing, offloaded = options_of(Situation(job, layout, node), [Strategy.NOTHING, Strategy.ALL_CPU])
     # Each rank's part of an offloaded group is rounded up to whole blocks.
     assert nothing.work["update"].optimizer_s == pytest.approx(offloaded.work["update"].optimizer_s, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])  # timed, and only known by its flop/s
+def test_ranks_of_a_node_without_a_gpu_share_its_cores(dtype: str) -> None:
+    job = Job(from_config(PRESET_FIELDS[Preset.P124M]), dtype, batch=8, sequence=256)
+    node = replace(NODES["laptop"], rates=CORES)
+    one, sharing, apart = (
+        sum(compute_s(job, layout, node.with_gpus(layout.gpus)))
+        for layout in (Layout(), Layout(gpus=4), Layout(nodes=4))
+    )
+    assert sharing == pytest.approx(4 * apart)
+    assert sharing >= 0.999 * one
 
 
 BLOCK_WORK, HEAD_WORK = LayerWork(1.0, 7e6, 5e4, 9e8), LayerWork(1.0, 4e7, 3e6, 5e9)

@@ -257,6 +257,8 @@ def _as_measured(node: Node, rates: BandwidthTable) -> Node:
     if (sizes := rates.sizes) is not None:
         node = replace(node, cpu_bytes=sizes.cpu_bytes, nvme_bytes=sizes.nvme_bytes,
                        gpu_bytes=sizes.gpu_bytes or node.gpu_bytes)  # fmt: skip
+    if rates.layers:  # without a GPU copies stay in the one memory, however many ranks there are
+        node = replace(node, links=1)
     return replace(node, disks=len(rates.directories) or 1, endurance_bytes=0.0, peer_bytes_per_s=0.0,
                    network_bytes_per_s=0.0, source="measured")  # fmt: skip
 

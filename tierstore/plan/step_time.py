@@ -280,14 +280,17 @@ def compute_s(job: Job, layout: Layout, node: Node) -> tuple[float, float]:
     """Seconds of computing in all forwards and all backwards of a step, on every GPU.
 
     From timed layers of the machine if there are any in this dtype; else by flop/s, and backward takes twice as long.
+    Ranks of a node without a GPU share its cores, which compute for one after the other.
     """
     tokens = job.batch * job.sequence
     timed = computing_s(node.rates.layers, job.dtype, _layer_work(job, tokens / layout.data))
+    sharing = layout.gpus if node.computes_on_cpu else 1
     if timed is not None:
-        forward_s, backward_s = (job.accumulate / layout.tensor / layout.pipeline * seconds for seconds in timed)
+        times = sharing * job.accumulate / layout.tensor / layout.pipeline
+        forward_s, backward_s = (times * seconds for seconds in timed)
     else:
         flop = job.shape.forward_flop(tokens * job.accumulate, job.sequence)
-        forward_s = flop / layout.count / node.flop_per_s
+        forward_s = sharing * flop / layout.count / node.flop_per_s
         backward_s = 2 * forward_s
     return forward_s, backward_s + forward_s * job.checkpointing
 
