@@ -153,6 +153,17 @@ def test_a_sync_goes_on_where_the_disks_are_idle_and_takes_no_core() -> None:
         assert sum(seconds[7e9, schedule]) == pytest.approx(2 + 4)
 
 
+@pytest.mark.parametrize(("strategy", "moved"), [(Strategy.ALL_CPU, 0), (Strategy.WEIGHTS_NVME, 12)])
+@pytest.mark.parametrize("every", [1, 4, 50])
+def test_what_steps_write_over_before_a_commit_is_synced_once(strategy: Strategy, moved: int, every: int) -> None:
+    """As in the step model: all steps between two commits write the same slot."""
+    here = replace(situation(100e9, UpdateSchedule.STEP), commit_every=every)
+    here = replace(here, node=replace(ONE_LINK, rates=replace(ONE_LINK.rates, sync_bytes_per_s=14e9)))
+    (option,) = options_of(here, [strategy])
+    assert option.written_bytes == pytest.approx((moved or 12 / every) * 100e9, rel=1e-3)
+    assert sum(phase.syncing_s for phase in option.phases) == pytest.approx(12 * 100e9 / 14e9 / every, rel=1e-3)
+
+
 def test_an_update_after_the_step_hides_behind_nothing() -> None:
     job = Job(from_parameters(7e9), batch=1)
     here = Situation(job, Layout(), NODES["dgx-h100"].with_gpus(1), UpdateSchedule.STEP, commit_every=1000)

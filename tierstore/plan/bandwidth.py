@@ -172,7 +172,8 @@ class BandwidthTable(_Part):
     [Note: syncs] Writes may end in a volatile cache: the DRAM of a drive, or the host memory behind a virtual disk. The
     sync at the end of each commit moves the cached bytes to the medium, and the disk may do nothing else meanwhile (a
     virtual disk that read at 3.6 and took writes at 3.9 GB/s synced them at 1.3 GB/s, and read at 0.04 GB/s during the
-    sync; 2026-11-25). A sync that takes next to no time is not counted: then there is no such cache.
+    sync; 2026-11-25). Between two commits all steps write the same slot, so that a sync moves no more than one slot,
+    however often it was written. A sync that takes next to no time is not counted: then there is no such cache.
 
     Attributes:
         read_bytes_per_s: NVMe, reads alone (all directories together).

@@ -283,6 +283,17 @@ class Placement:
             return grid.total(need.state_bytes)
         return grid.leading(need.state_bytes, self.state_resident_chunks[group])
 
+    @functools.cached_property
+    def slot_bytes(self) -> int:
+        """Padded bytes that all steps between two commits write to the disks: a slot of what is trained, and spills."""
+        total = 0
+        for index, need in enumerate(self.groups):
+            if need.trainable:
+                spills = self.gradient_copies if self.gradient_home[index] is Tier.NVME else 0
+                grid = Grid(need, self.chunk_elements)
+                total += grid.total(need.state_bytes) + grid.total(need.weight_bytes) * (1 + spills)
+        return total
+
     def trip_bytes(self, group: int, chunk: int) -> int:
         """The update pool's lease of one chunk: everything that comes from a disk; 0 if frozen or if nothing does."""
         if not self.groups[group].trainable or self.is_updated_on_gpu(group):

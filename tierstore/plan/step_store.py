@@ -81,8 +81,6 @@ class Store:
         clock.set(self.commit)
         self._lent_bytes = 0
         self._synced_bytes = 0.0
-        keys = [key for group in range(len(placement.groups)) for key in self.keys(group)]
-        self._slot_bytes = sum(self._kept_bytes(key) for key in keys)
         self._rounds: list[Round] = []
         self._chain: dict[Key, Signal] = {}
         self._resident_writes: dict[Key, Signal] = {}
@@ -98,11 +96,6 @@ class Store:
 
     def keys(self, group: int) -> list[Key]:
         return [(group, chunk) for chunk in range(self.placement.chunk_count(group))]
-
-    def _kept_bytes(self, key: Key) -> int:
-        is_spilled = self.placement.gradient_home[key[0]] is Tier.NVME
-        gradient_bytes = self.placement.gradient_bytes(*key) if is_spilled else 0
-        return self.placement.state_bytes(*key) + self.placement.weight_bytes(*key) + gradient_bytes
 
     def _is_state_in_memory(self, key: Key) -> bool:
         return self.placement.is_state_resident(*key) or self.placement.is_updated_on_gpu(key[0])
@@ -342,7 +335,8 @@ class Store:
         yield previous
         if self.machine.table.caches_writes:
             written_bytes = self.work.amounts["write"]
-            # Between two commits all steps write the same slot, so a cache holds no more than that.
-            yield self.work.submit("sync", "sync", min(written_bytes - self._synced_bytes, self._slot_bytes))
+            # See [Note: syncs] in `plan/bandwidth.py`.
+            synced_bytes = min(written_bytes - self._synced_bytes, self.placement.slot_bytes)
+            yield self.work.submit("sync", "sync", synced_bytes)
             self._synced_bytes = written_bytes
         yield self.machine.sync_s

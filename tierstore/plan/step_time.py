@@ -12,9 +12,9 @@ other: nearly all on a GPU, nearly nothing on a CPU whose cores compute, copy an
 pairs (`BandwidthTable.slowdown`); a pair that was not measured has none.
 
 [Note: commits] Under any schedule, chunks that live in CPU memory are written for a commit in the background, until the
-next commit. Where writes wait in a cache, they are synced in the background likewise, each byte as often as it is
-written. Both are done first where the disks are idle, and only the rest makes a step longer. The cores have no part in
-syncs.
+next commit. Where writes wait in a cache, they are synced in the background likewise (see [Note: syncs] in
+`plan/bandwidth.py`). Both are done first where the disks are idle, and only the rest makes a step longer. The cores
+have no part in syncs.
 
 [Note: drag] Where the cores that compute also run the I/O threads, reads and writes take longer than measured alone.
 `tune` learns how much from steps that it runs; here it is a factor from steps of GPT-2 124M and 1.5B on two cores.
@@ -23,6 +23,7 @@ syncs.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
@@ -129,8 +130,9 @@ class Phase:
 
 
 def phases_of(
-    work: Mapping[str, Work], node: Node, schedule: UpdateSchedule, single: Mapping[str, Work] | None = None
-) -> tuple[Phase, ...]:
+    work: Mapping[str, Work], node: Node, schedule: UpdateSchedule, single: Mapping[str, Work] | None = None,
+    most_synced_bytes: float = math.inf,
+) -> tuple[Phase, ...]:  # fmt: skip
     """The phases of a step, in order; the schedule decides in which one the update is; a commit hides in all of them.
 
     With several micro-batches only one pass hides the update: the first forward, in which a layer waits for its own
@@ -140,13 +142,15 @@ def phases_of(
     Args:
         work: of "forward", "backward" and "update", and of a "commit" if there is one.
         single: likewise, of a step with one micro-batch; None if this step has only one.
+        most_synced_bytes: that a step has synced, if each commit syncs a whole slot.
     """
     parts = _parts(work, schedule, single)
     phases = tuple(_phase(name, part, node) for name, part in parts.items())
     committed_bytes = work.get("commit", Work()).written_bytes
-    synced_bytes = committed_bytes + sum(part.written_bytes for part in parts.values())
-    if not synced_bytes:
+    written_bytes = committed_bytes + sum(part.written_bytes for part in parts.values())
+    if not written_bytes:
         return phases
+    synced_bytes = min(written_bytes, most_synced_bytes)
     # See [Note: commits].
     idle_s = [max(0.0, phase.seconds - phase.sync_s - phase.links_s[Link.DISKS]) for phase in phases]
     if not any(idle_s):

@@ -288,7 +288,8 @@ def _phases(
     single = None
     if job.accumulate > 1:
         single = step_work(replace(job, accumulate=1), layout, node, placement, schedule, commits)
-    return work, phases_of(work, node, schedule, single)
+    slot_bytes = 0 if placement is None else placement.slot_bytes
+    return work, phases_of(work, node, schedule, single, commits * layout.gpus * slot_bytes)
 
 
 def _has_store(situation: Situation, placement: Placement) -> bool:
