@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -119,6 +121,24 @@ def test_jobs_share_the_rate_and_queue_by_priority() -> None:
     assert disk.busy_s("read", "write") == pytest.approx(4.0)
     assert disk.busy_s("adam") == 0
     assert dict(disk.amounts) == {"read": 20, "write": 20}
+
+
+def test_late_jobs_end_although_the_clock_cannot_tell_so_short_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    disk = Shared(clock, {"io": 2}, equal_shares(2.0))  # type: ignore[arg-type]
+    calls, after = itertools.count(), Clock.after
+
+    def counted(self: Clock, *arguments: Any) -> None:
+        assert next(calls) < 100, "the clock stands still"
+        after(self, *arguments)
+
+    def jobs() -> Process:
+        yield 1e9
+        yield from [disk.submit("io", "read", 1.0), disk.submit("io", "write", 1.0 + 1e-8)]
+
+    monkeypatch.setattr(Clock, "after", counted)
+    clock.run(clock.spawn(jobs()))
+    assert clock.now_s == pytest.approx(1e9 + 1, abs=1e-6)
 
 
 def test_nothing_to_do_takes_no_time() -> None:

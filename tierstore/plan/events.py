@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
@@ -233,7 +234,8 @@ class Shared:
         if version != self._version:
             return  # the mix has changed since: another call comes
         self._account()
-        ended = [job for job in self._running if job.left <= 1e-9 * self._rates[job.kind]]
+        least_s = max(1e-9, 4 * math.ulp(self._clock.now_s))  # in less time a late clock may stand still
+        ended = [job for job in self._running if job.left <= least_s * self._rates[job.kind]]
         for job in ended:
             self._running.remove(job)
             self._free[job.lane] += 1
