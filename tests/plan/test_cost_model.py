@@ -62,6 +62,12 @@ def test_no_part_is_negative() -> None:
     assert level.model.seconds(10**9) == level.model.alpha_s
 
 
+def test_any_message_is_efficient_where_latency_or_efficiency_is_nothing() -> None:
+    for model, efficiency in ((CostModel(1e-4, math.inf), 0.0), (CostModel(0.0, math.inf), 0.9)):
+        assert model.smallest_bytes(efficiency) == 0
+    assert CostModel(1e-4, math.inf).smallest_bytes(0.9) == math.inf
+
+
 @given(st.lists(st.builds(Timing, st.integers(0, 2**40), st.floats(1e-9, 1e3)), min_size=2, max_size=8))
 def test_any_timings_have_a_model(points: list[Timing]) -> None:
     if len({point.nbytes for point in points}) < 2:

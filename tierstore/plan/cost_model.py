@@ -59,7 +59,8 @@ class CostModel:
         """
         if not 0 <= efficiency < 1:
             raise ConfigError(f"the efficiency of a message is at least 0 and below 1, not {efficiency}")
-        return efficiency / (1 - efficiency) * self.alpha_s * self.beta_bytes_per_s
+        bytes_s = efficiency / (1 - efficiency) * self.alpha_s
+        return bytes_s * self.beta_bytes_per_s if bytes_s else 0.0
 
     def efficiency(self, nbytes: float) -> float:
         """Share of a message's time that its bytes take; 1 if messages cost nothing."""
