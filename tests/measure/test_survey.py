@@ -181,6 +181,13 @@ def test_huge_pages_are_asked_for_by_the_environment(monkeypatch: pytest.MonkeyP
     assert {"--filename=file", "--direct=0", "--runtime=500ms", "--iodepth=8", "--rw=write"} <= set(asked[0][0])
 
 
+def test_threads_of_fio_begin_where_direct_io_may(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    asked = answered(monkeypatch, {"4M": 5.0})
+    runtime.call(Fio("fio", Path("file"), 10**9, "read", Shape("4M", 1, threads=8)).run, 0.5)
+    share_bytes = 10**9 // 8 // 4096 * 4096
+    assert {f"--size={share_bytes}", f"--offset_increment={share_bytes}"} <= set(asked[0][0])
+
+
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"jobs": []}', b'{"jobs": [{"read": {"bw_bytes": "fast"}}]}'])
 def test_what_fio_says_may_be_nonsense(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, text: bytes) -> None:
     monkeypatch.setattr(fio.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=text))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tierstore.alignment import ALIGNMENT
 from tierstore.errors import ConfigError, StorageError
 
 
@@ -79,7 +80,8 @@ class Fio:
         return await asyncio.to_thread(self._run, seconds)
 
     def _run(self, seconds: float) -> float:
-        shape, share_bytes = self.shape, self.size_bytes // self.shape.threads
+        shape = self.shape
+        share_bytes = self.size_bytes // shape.threads // ALIGNMENT * ALIGNMENT
         engine = "libaio" if shape.threads == 1 else "psync"
         command = [
             self.program, "--name=probe", f"--filename={self.path}", f"--size={share_bytes}", f"--rw={self.verb}",
