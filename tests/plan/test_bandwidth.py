@@ -104,6 +104,10 @@ def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataOb
         ({"slowdowns": [{"activity": "read", "beside": "write", "factor": 0.0}]}, "{'factor': 0.0}"),
         ({"directories": [{**FULL.to_json()["directories"][0], "read_threads": 0}]}, "{'read_threads': 0}"),
         (
+            {"directories": [{**FULL.to_json()["directories"][0], "read_block_bytes": 10**400}]},
+            "figures are positive and finite: {'read_block_bytes': 1000",
+        ),
+        (
             {"directories": [{**FULL.to_json()["directories"][0], "read_threads": True}]},
             "read_threads: Input should be",
         ),

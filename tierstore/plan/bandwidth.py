@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -293,7 +294,7 @@ _ADAPTER = TypeAdapter(BandwidthTable)
 
 def _check_positive(owner: object, names: Sequence[str]) -> None:
     rates = {name: getattr(owner, name) for name in names}
-    bad = {name: rate for name, rate in rates.items() if rate is not None and not (rate > 0 and math.isfinite(rate))}
+    bad = {name: rate for name, rate in rates.items() if rate is not None and not 0 < rate <= sys.float_info.max}
     if bad:
         raise ConfigError(f"figures are positive and finite: {bad}")
 
