@@ -128,6 +128,12 @@ def test_slowdowns_are_found_by_pair() -> None:
     assert FULL.slowdown(Activity.MATMUL, beside=Activity.ADAM) == 1.0  # not measured
 
 
+def test_nothing_is_faster_beside_something_else() -> None:
+    table = replace(TABLE, slowdowns=(Slowdown(Activity.READ, Activity.MATMUL, 0.5),))
+    assert table.slowdown(Activity.READ, beside=Activity.MATMUL) == 1.0
+    assert BandwidthTable.from_json(table.to_json()) == table
+
+
 def test_a_rate_is_the_median_between_the_quartiles() -> None:
     assert Rate.of([5.0]) == Rate(5.0, 5.0, 5.0)
     assert Rate.of([3.0, 1.0, 2.0]) == Rate(2.0, 1.0, 3.0)

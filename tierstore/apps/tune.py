@@ -190,7 +190,7 @@ def rates_for(train: TrainOptions) -> Rates:
 def machine_of(table: BandwidthTable, train: TrainOptions) -> Machine:
     """The machine as the engine of this run will use it."""
     io_threads = TierConfig().io_threads * max(1, len(train.nvme))
-    slower = {pair: max(1.0, table.slowdown(*pair)) for pair in PAIRS}
+    slower = {pair: table.slowdown(*pair) for pair in PAIRS}
     return Machine(table, io_threads, update_threads(train.threads), slower)
 
 

@@ -249,8 +249,8 @@ class BandwidthTable(_Part):
         return self.sync_bytes_per_s is not None and self.sync_bytes_per_s < _AT_ONCE * self.write_bytes_per_s
 
     def slowdown(self, activity: Activity, beside: Activity) -> float:
-        """How many times as long `activity` takes while `beside` goes on; 1 if that was not measured."""
-        return next((s.factor for s in self.slowdowns if (s.activity, s.beside) == (activity, beside)), 1.0)
+        """How many times as long `activity` takes while `beside` goes on, at least 1; 1 if that was not measured."""
+        return max([1.0, *(s.factor for s in self.slowdowns if (s.activity, s.beside) == (activity, beside))])
 
     def scaled(self, *, disk: float) -> BandwidthTable:
         """The rates of the same machine with disks `disk` times as fast.
