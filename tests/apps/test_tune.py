@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tierstore.apps import tune as apps_tune
 from tierstore.apps import tune_views
 from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.trial import Measured, Recorded, Trial
-from tierstore.apps.tune import Outcome, TuneOptions, as_train_options, candidates, run, save
+from tierstore.apps.tune import Outcome, TuneOptions, as_train_options, candidates, machine_of, run, save
 from tierstore.cli import app
 from tierstore.config import UpdateSchedule
 from tierstore.errors import BudgetError, ConfigError, StorageError
@@ -129,6 +130,18 @@ def test_the_first_candidate_is_what_train_would_do() -> None:
     (only,) = candidates(record(), fixed)
     assert only.schedule is UpdateSchedule.STEP
     assert only.placement.chunk_elements < found[0].placement.chunk_elements
+
+
+def test_fewer_threads_update_more_slowly_than_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))  # `probe` measured Adam on 8 threads
+    table = replace(RATES, adam_elements_per_s=8e9, adam_fp32_elements_per_s=4e9, norm_elements_per_s=16e9)
+    for threads, used, share in ((None, 8, 1.0), (2, 2, 0.25), (8, 8, 1.0), (32, 32, 1.0), (1000, 64, 1.0)):
+        machine = machine_of(table, TrainOptions(threads=threads))
+        assert machine.update_threads == used  # as the engine of this run
+        assert machine.table.adam_elements_per_s == pytest.approx(share * 8e9)
+        assert machine.table.adam_fp32_elements_per_s == pytest.approx(share * 4e9)
+        assert machine.table.norm_elements_per_s == pytest.approx(share * 16e9)
+    assert machine_of(RATES, TrainOptions(threads=2)).table.adam_fp32_elements_per_s is None  # not measured
 
 
 def test_a_budget_that_the_engine_would_refuse_is_refused() -> None:

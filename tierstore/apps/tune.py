@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
 _NEVER_CLIPPED = 1e30
+_MOST_UPDATE_THREADS = 64  # the limit of TierConfig
+_OF_UPDATE_THREADS = ("adam_elements_per_s", "adam_fp32_elements_per_s", "norm_elements_per_s")
 _OF = "of"
 """Key in a recorded step's file: the model and options that the step was recorded with."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
@@ -188,10 +190,13 @@ def rates_for(train: TrainOptions) -> Rates:
 
 
 def machine_of(table: BandwidthTable, train: TrainOptions) -> Machine:
-    """The machine as the engine of this run will use it."""
+    """The machine as the engine of this run will use it; the CPU optimizer was measured with `update_threads()`."""
     io_threads = TierConfig().io_threads * max(1, len(train.nvme))
     slower = {pair: table.slowdown(*pair) for pair in PAIRS}
-    return Machine(table, io_threads, update_threads(train.threads), slower)
+    threads = min(update_threads(train.threads), _MOST_UPDATE_THREADS)
+    share = min(1.0, threads / update_threads())
+    rates = {name: share * rate for name in _OF_UPDATE_THREADS if (rate := getattr(table, name)) is not None}
+    return Machine(replace(table, **rates), io_threads, threads, slower)
 
 
 def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
