@@ -135,6 +135,11 @@ def test_what_bounds_is_said() -> None:
     assert "go on side by side" in sentences(replace(TABLE, shared_bytes_per_s=2.4e9))[0]
 
 
+def test_the_help_tells_the_times_that_are_taken() -> None:
+    told = " ".join(run("--help").output.replace("│", " ").split())
+    assert f"[default: {survey.THOROUGH.seconds:g}, quick {survey.QUICK.seconds:g}]" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

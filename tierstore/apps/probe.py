@@ -45,7 +45,7 @@ class ProbeOptions:
 
     Attributes:
         size: bytes of the file in each directory; None is 2 GiB, 512 MiB when quick.
-        seconds: for each directory, about; None is 60, and 5 when quick.
+        seconds: for each directory, about; None is 60, and 4 when quick.
         against: "fio"; None compares with nothing.
     """
 

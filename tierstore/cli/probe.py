@@ -30,7 +30,7 @@ def probe(
         ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="Time for each directory, about [default: 60, quick 5].")
+        float | None, typer.Option(metavar="S", help="Time for each directory, about [default: 60, quick 4].")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: whose link is measured.")] = "cpu",
     against: Annotated[
