@@ -156,6 +156,7 @@ def test_the_help_tells_the_times_that_are_taken() -> None:
         (["--nvme", ".", "--json", "none/rates.json"], "cannot write --json none/rates.json"),
         (["--nvme", ".", "--plot", "none/rates.png"], "cannot write --plot none/rates.png"),
         (["--nvme", ".", "--json", "."], "cannot write --json .: it is a directory"),
+        (["--nvme", "disk\udcff", "--json", "rates.json"], "the name of 'disk\\udcff' is not UTF-8, and that of a"),
     ],
 )
 def test_what_cannot_be_asked(

@@ -63,6 +63,9 @@ class ProbeOptions:
             raise ConfigError("which disk? give --nvme a directory on it; repeat it for several")
         if len({path.resolve() for path in self.nvme}) != len(self.nvme):
             raise ConfigError("a directory is listed twice in --nvme")
+        if self.json is not None and (odd := [path for path in map(str, self.nvme) if not _is_text(path)]):
+            raise ConfigError(f"the name of {odd[0]!r} is not UTF-8, and that of a directory in a --json file is: give "
+                              "--nvme a symbolic link to it")  # fmt: skip
         if self.seconds is not None and not 0.1 <= self.seconds <= 86400:
             raise ConfigError(f"--seconds must be at least 0.1 and at most 86400, not {self.seconds}")
         if self.size is not None and self.size < 2**25:
@@ -74,6 +77,13 @@ class ProbeOptions:
                               f"not {format_size(self.size)}")  # fmt: skip
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device must be cpu, cuda or cuda:N, not {self.device}")
+
+
+def _is_text(path: str) -> bool:
+    try:
+        return bool(path.encode())
+    except UnicodeEncodeError:  # for bytes that are not UTF-8
+        return False
 
 
 @dataclass(frozen=True, slots=True)
