@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import read_safetensors, small_checkpoint
+from checkpoints import random_tensor, read_safetensors, small_checkpoint, write_safetensors
 from faults import EIO, ENOSPC, Fault, FaultyBackend
 
 from tierstore.archive.opening import open_archive
@@ -218,6 +218,35 @@ def test_what_another_has_made_meanwhile_is_not_replaced_unasked(tmp_path: Path)
     assert not verify(files, MEMORY)
     assert read_safetensors(*(file.path for file in files)) == old
     assert len(list((tmp_path / "p").iterdir())) == 4
+
+
+def test_a_file_that_a_pack_elsewhere_names_is_not_taken_from_it(tmp_path: Path) -> None:
+    """Two packs of the same content have files of the same names, and here one directory in common."""
+    old = small_checkpoint(tmp_path / "a", blocks=1)
+    first, second = ((tmp_path / name, tmp_path / "y") for name in "xz")
+    run(tmp_path / "a", first, FaultyBackend())
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="is there already, and no index here names it; give another"):
+        run(tmp_path / "a", second, FaultyBackend())
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not verify(files := open_archive(first), MEMORY)
+    assert read_safetensors(*(file.path for file in files)) == old
+
+
+def test_a_file_without_tensors_belongs_to_its_pack(tmp_path: Path) -> None:
+    """One tensor over two directories: the second file holds none, and the map of the index does not name it."""
+    for seed, name in enumerate("ab"):
+        write_safetensors(tmp_path / name, {"w": random_tensor("F32", (1000,), seed)})
+    places = tmp_path / "x", tmp_path / "y"
+    run(tmp_path / "a", places, FaultyBackend())
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(StorageError):  # the last rename: that of the index
+        run(tmp_path / "a", places, FaultyBackend(EIO, at=2, kinds=("replace",)), overwrite=True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert len(open_archive(places)) == 2
+    run(tmp_path / "b", places, FaultyBackend(), overwrite=True)
+    assert len(open_archive(places)) == 2
+    assert len(list(tmp_path.rglob("*"))) == len(before), "the files of the old one are gone"
 
 
 def test_who_waits_for_another_writer_can_be_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

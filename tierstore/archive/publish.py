@@ -14,9 +14,10 @@ A killed writer leaves `.partial` files, which are not locked any more. It may a
 name, but that `INDEX.partial` names (if their own `.partial` is gone) or, beside an `INDEX`, `old-INDEX.partial`. The
 next writer of a whole checkpoint into the directory removes all of these. One writer at a time looks for leftovers,
 locks `.partial` files, or renames files.
-File names of a pack contain the identity of its content, so files of two packs never collide; an export takes names
-that do not exist. Nothing else is ever removed or overwritten except, with `overwrite`, the checkpoint in the first
-directory; a checkpoint in another one of the directories is refused.
+File names of a pack contain the identity of its content, so files of two packs collide only if their content is equal;
+such a pack is refused, as an export is, if a file of its name is there that no index in the first directory names.
+Nothing else is ever removed or overwritten except, with `overwrite`, the checkpoint in the first directory; a
+checkpoint in another one of the directories is refused.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ class Publication(contextlib.ExitStack):
         finals = [self._directory(number) / name for number, name in enumerate(names)]
         with self._backend.calling("inspection", first):
             for final in finals:
-                if final.exists() and final not in old and not _OF_A_PACK.fullmatch(final.name):
-                    raise ConfigError(f"{final} is there already, and no index names it; give another destination")
+                if final.exists() and final not in old:  # an equal pack that shares this directory may need it
+                    raise ConfigError(f"{final} is there already, and no index here names it; give another destination")
         made = [new_index]
         try:
             self._backend.write_file(new_index, index)
