@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import storage_errors
 from tierstore.pack.archive import ARCHIVE_KEY
-from tierstore.pack.checked import file_name_of
+from tierstore.pack.checked import file_name_of, list_of
 from tierstore.pack.layout import MAX_HEADER_BYTES, PAD_KEY, SEAL_KEY, TensorSpec, check_name, quoted
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import Header, read_header
@@ -163,7 +163,8 @@ def _named_files(index: Path) -> dict[Path, list[str]]:
         FormatError: a file is missing.
     """
     by_file: dict[Path, list[str]] = {}
-    for name, file in sorted(weight_map(index).items(), key=lambda item: item[1]):
+    files = _weight_map(parse_json(small_file(index), str(index)), index)
+    for name, file in sorted(files.items(), key=lambda item: item[1]):
         by_file.setdefault(index.parent / file, []).append(name)
     for path in by_file:
         with storage_errors("inspection", path):
@@ -203,13 +204,12 @@ def own_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in metadata.items() if key not in (ARCHIVE_KEY, PAD_KEY, SEAL_KEY)}
 
 
-def weight_map(path: Path) -> dict[str, str]:
+def _weight_map(content: Any, path: Path) -> dict[str, str]:
     """File name by tensor name, from an index.
 
     Raises:
         FormatError: it is not such an index.
     """
-    content = parse_json(small_file(path), str(path))
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise FormatError(f"{path}: no weight_map of names to files")
@@ -222,10 +222,16 @@ def weight_map(path: Path) -> dict[str, str]:
 def weight_files(path: Path) -> set[str]:
     """The safetensors files that an index names, for removal: an index may name anything else in its directory, too.
 
+    The index of a pack also names those of its files that hold no tensor.
+
     Raises:
         FormatError: it is not such an index.
     """
-    return {file for file in weight_map(path).values() if file.endswith(".safetensors")}
+    content = parse_json(small_file(path), str(path))
+    files, metadata = set(_weight_map(content, path).values()), content.get("metadata")
+    if isinstance(metadata, dict) and "files" in metadata:
+        files.update(file_name_of(file, f"{path}: a file") for file in list_of(metadata["files"], f"{path}: files"))
+    return {file for file in files if file.endswith(".safetensors")}
 
 
 def _config(directory: Path) -> Mapping[str, Any] | None:
