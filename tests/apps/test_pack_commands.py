@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import read_safetensors, small_checkpoint, write_safetensors
+from checkpoints import packed, read_safetensors, small_checkpoint, write_safetensors
 from commands import run_program
 from typer.testing import CliRunner
 
@@ -24,7 +24,7 @@ import tierstore
 from tierstore.apps.outputs import copy_companions
 from tierstore.archive.sources import INDEX, PARTIAL
 from tierstore.cli import app
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StorageError
 from tierstore.io.backend import BlockFile
 from tierstore.pack.layout import TensorEntry
 from tierstore.pack.validate import Header
@@ -310,11 +310,43 @@ def test_what_is_no_pack_is_told_what_it_is(tmp_path: Path) -> None:
         tierstore.load_pack([])
 
 
+def _some_packs(folder: Path) -> None:
+    small_checkpoint(folder / "a", blocks=1)
+    for places in ("one.safetensors", "two.safetensors", "d", "x y"):
+        packed(folder / "a", *(folder / place for place in places.split()), memory_bytes=2**40)
+    for link, place in (("link", "d"), ("link-x", "x")):
+        (folder / link).symlink_to(place)
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "unpack"])
+def test_a_path_that_is_no_part_of_a_pack_is_refused(command: str, tmp_path: Path) -> None:
+    """Otherwise it would look as if it had been read, too."""
+    _some_packs(tmp_path)
+    options = [tmp_path / "out"] if command == "unpack" else []
+    for paths, idle in (
+        ("one.safetensors two.safetensors", "two.safetensors"), ("one.safetensors nothing", "nothing"),
+        ("d two.safetensors", "two.safetensors"), ("d x", "x"), ("x y d", "d"), ("x x/../d y", "x/../d"),
+        *([("a one.safetensors", "one.safetensors")] if command == "inspect" else []),
+    ):  # fmt: skip
+        said = run(command, *(f"{tmp_path}/{name}" for name in paths.split()), *options, code=2).stderr
+        told = f"{tmp_path}/{idle} is no part of {tmp_path / paths.split()[0]}: give one pack, or the directories of one"
+        assert told in said
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_part_of_a_pack_may_be_given_twice_and_by_another_name(tmp_path: Path) -> None:
+    _some_packs(tmp_path)
+    for paths in ("d d/", "d link", "x y x", "link-x y", "one.safetensors ./one.safetensors"):
+        assert "all as written" in run("verify", *(f"{tmp_path}/{name}" for name in paths.split())).output
+
+
 @pytest.mark.parametrize("command", ["verify", "inspect", "unpack", "pack", "codecs"])
 def test_a_path_that_the_system_refuses_is_one_sentence(command: str, tmp_path: Path) -> None:
     said = run(command, tmp_path / ("x" * 300), *([tmp_path / "out"] if command in ("unpack", "pack") else []), code=1)
     assert "File name too long" in said.stderr
     assert "Traceback" not in said.stderr
+    with pytest.raises(StorageError, match="File name too long"):
+        tierstore.load_pack("x" * 300)
 
 
 def test_a_pack_of_many_tensors_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

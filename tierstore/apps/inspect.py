@@ -17,7 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from tierstore.apps.verify import is_store
-from tierstore.archive.opening import ArchiveFile, open_archive
+from tierstore.archive.opening import ArchiveFile, open_archive, refuse_idle
 from tierstore.archive.sources import refuse_unfinished
 from tierstore.config import format_size
 from tierstore.errors import FormatError
@@ -63,12 +63,14 @@ def look(paths: Sequence[Path]) -> Content:
     """What a pack, an ordinary safetensors file or a store holds.
 
     Raises:
+        ConfigError: one of several paths is no part of what the first one holds.
         FormatError, StorageError: it is none of them, or cannot be read.
     """
     if is_store(paths[0]):
         return _store(paths)
     refuse_unfinished(paths[0])
     if paths[0].is_file() and ARCHIVE_KEY not in (header := read_header(paths[0])).metadata:
+        refuse_idle(paths, [paths[0]])
         tensors = tuple(header.tensors.values())
         size = header.file_bytes - header.data_start
         part = Part("tensors", "none", header.data_start, size, size, 0, tensors)

@@ -83,6 +83,7 @@ def run_verify(
         timeout_s: the longest that a call of the system may take.
 
     Raises:
+        ConfigError: one of several paths is no part of what the first one holds.
         FormatError, StorageError: the path is neither, or its table cannot be read.
         StoreLocked: a run changes the store meanwhile.
         Timeout: a disk does not answer.

@@ -43,7 +43,7 @@ def load_pack(path: Paths, names: str | Iterable[str] | None = None) -> dict[str
         names: load only these tensors, or this one; of others only what shares a chunk with them is read.
 
     Raises:
-        ConfigError: the pack does not have one of the names, or there is no path.
+        ConfigError: the pack does not have one of the names; there is no path, or one that is no part of the pack.
         ChecksumMismatch: names the damaged chunk and its tensors.
         FormatError, StorageError: it is not a pack, or it cannot be read.
     """

@@ -7,7 +7,8 @@ Owner: none; plain records. Nothing stays open.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,22 +62,15 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
         paths: a pack; or the directories over which it is striped, the one with the index first.
 
     Raises:
-        ConfigError: no path is given.
+        ConfigError: no path is given, or one from which nothing would be read.
         FormatError: it is no archive, or is damaged or incomplete.
         StorageError: it cannot be read.
     """
     if not paths:
         raise ConfigError("no pack is named: give its file, or its directories")
     first = paths[0]
-    if not first.exists():
-        raise StorageError(f"there is no {first}")
-    if first.name == INDEX:
-        raise FormatError(f"{first} is the index of a pack, or of a checkpoint; give the directory that holds it")
-    refuse_unfinished(first)
-    if first.is_dir() and not (first / SINGLE).is_file():
-        files = _indexed(first, paths)
-    else:
-        files = [_open(first / SINGLE if first.is_dir() else first)]
+    with storage_errors("inspection", first):
+        files = [_open(path) for path in _found(first, paths)]
     shards, identity = files[0].archive.shards, files[0].archive.identity
     if not first.is_dir() and shards > 1:
         raise FormatError(f"{first} is one of {shards} files; give the directory that holds the index of them")
@@ -127,7 +121,33 @@ def check_header(file: ArchiveFile) -> None:
         raise FormatError(f"the header of {file.path} was changed after it was written, in its spelling only")
 
 
-def _indexed(first: Path, paths: Sequence[Path]) -> list[ArchiveFile]:
+def refuse_idle(paths: Sequence[Path], parts: Collection[Path]) -> None:
+    """Refuse a path from which nothing is read: it would look as if it had been. `parts` are those that are.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    known = set(map(os.path.realpath, parts))
+    if idle := [path for path in paths if os.path.realpath(path) not in known]:
+        raise ConfigError(f"{idle[0]} is no part of {paths[0]}: give one pack, or the directories of one")
+
+
+def _found(first: Path, paths: Sequence[Path]) -> list[Path]:
+    """The files of an archive, in order; each of `paths` is a part of it."""
+    if not first.exists():
+        raise StorageError(f"there is no {first}")
+    if first.name == INDEX:
+        raise FormatError(f"{first} is the index of a pack, or of a checkpoint; give the directory that holds it")
+    refuse_unfinished(first)
+    if first.is_dir() and not (first / SINGLE).is_file():
+        files = _indexed(first, paths)
+        refuse_idle(paths, [first, *(file.parent for file in files)])
+        return files
+    refuse_idle(paths, [first])
+    return [first / SINGLE if first.is_dir() else first]
+
+
+def _indexed(first: Path, paths: Sequence[Path]) -> list[Path]:
     index = first / INDEX
     if not index.is_file():
         is_part = any(first.glob("model-*.safetensors"))
@@ -141,7 +161,7 @@ def _indexed(first: Path, paths: Sequence[Path]) -> list[ArchiveFile]:
         there = [path / name for path in paths if (path / name).is_file()]
         if not there:
             raise FormatError(f"{name} is in none of {', '.join(map(str, paths))}; give all directories of the archive")
-        files.append(_open(there[0]))
+        files.append(there[0])
     return files
 
 
