@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import tensor_stores
 import torch
-from faults import HANG, FaultyBackend
+from faults import EIO, HANG, FaultyBackend
 from rich.console import Console
 from runs import next_token_loss, tiny, tokens
 from typer.testing import CliRunner
 
 from tierstore.apps import verify
 from tierstore.apps.verify import advised
+from tierstore.archive import flow
 from tierstore.cli import app
 from tierstore.config import Codec, Tier, TierConfig
 from tierstore.errors import ChecksumMismatch, StorageError, Timeout
@@ -101,6 +102,16 @@ def test_the_last_generation_is_shown_and_verified(
 
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
+
+
+def test_what_the_disk_cannot_read_is_damage_and_the_rest_is_read(tmp_path: Path) -> None:
+    store([tmp_path], Codec.NONE)
+    _, chunks = committed_chunks([tmp_path])
+    backend, room = FaultyBackend(EIO, kinds=("pread",), at=1, times=2), flow.Room(1, verify._largest(chunks))
+    damages = verify._damages(chunks, room, lambda nbytes: None, backend)
+    assert [(one.offset, one.tensors) for one in damages] == [(one.offset, one.tensors) for one in chunks[1:3]]
+    assert all("Input/output error" in one.message for one in damages)
+    assert backend.calls.count("pread") == len(chunks)
 
 
 @pytest.mark.parametrize(

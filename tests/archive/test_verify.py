@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 from checkpoints import packed, random_tensor, small_checkpoint, write_safetensors
+from faults import Fault, FaultyBackend
 
 from tierstore.archive.opening import check_header, open_archive
 from tierstore.archive.packing import Packed
@@ -13,9 +15,10 @@ from tierstore.archive.reading import verify
 from tierstore.archive.sources import INDEX
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec
-from tierstore.errors import ChecksumMismatch, FormatError, TierstoreError
+from tierstore.errors import ChecksumMismatch, FormatError, StorageError, TierstoreError
 
 MEMORY = 2**40
+EMFILE = Fault(errno.EMFILE)
 
 
 def is_caught(path: Path) -> bool:
@@ -72,6 +75,34 @@ def test_damage_is_told_by_file_offset_group_and_tensors(tmp_path: Path) -> None
     with pytest.raises(ChecksumMismatch, match=f"group {placed.group.name}: '{placed.tensors()[0]}'"):
         unpack(open_archive([tmp_path / "p"]), UnpackOptions(tmp_path / "out", memory_bytes=MEMORY))
     assert not (tmp_path / "out").exists(), "nothing is left of it"
+
+
+def test_what_the_disk_cannot_read_is_damage_and_the_rest_is_read(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    files = open_archive([tmp_path / "p.safetensors"])
+    chunks = files[0].chunks()
+    first, last = chunks[0], chunks[-1]
+    _flip(first.file.path, first.chunk.offset)
+
+    class Worn(FaultyBackend):
+        def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+            if offset == last.chunk.offset:
+                raise OSError(errno.EIO, "Input/output error")
+            return super()._call_pread(descriptor, view, offset, path)
+
+    flipped, unread = verify(files, MEMORY, backend=(backend := Worn()))
+    assert (flipped.offset, unread.offset) == (first.chunk.offset, last.chunk.offset)
+    assert list(unread.tensors) == last.tensors()
+    assert "Input/output error" in unread.message
+    assert backend.calls.count("pread") == len(chunks) - 1
+
+
+def test_a_file_that_cannot_be_opened_is_no_damage(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    with pytest.raises(StorageError, match="Too many open files"):
+        verify(open_archive([tmp_path / "p.safetensors"]), MEMORY, backend=FaultyBackend(EMFILE, kinds=("open",)))
 
 
 def test_every_byte_of_the_index_is_covered(tmp_path: Path) -> None:

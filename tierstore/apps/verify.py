@@ -155,19 +155,24 @@ def _damages(
     damages: list[Damage] = []
     with OpenFiles(backend) as files:
 
-        def matches(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> bool:
-            files(chunk.path).read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)
-            return chunk.record.checksum_of(buffer) == chunk.record.checksum
+        def problem(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> str | None:
+            file = files(chunk.path)
+            try:
+                file.read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)
+            except StorageError as error:
+                return f"damaged: chunk {chunk.name}: {error}"
+            if chunk.record.checksum_of(buffer) == chunk.record.checksum:
+                return None
+            return f"damaged: chunk {chunk.name} at offset {chunk.offset} of {chunk.path}"
 
-        def done(chunk: CommittedChunk, is_whole: bool) -> None:
+        def done(chunk: CommittedChunk, message: str | None) -> None:
             advance(padded(chunk.stored_bytes))
-            if not is_whole:
-                message = f"damaged: chunk {chunk.name} at offset {chunk.offset} of {chunk.path}"
+            if message is not None:
                 damages.append(
                     Damage(chunk.path, chunk.offset, chunk.stored_bytes, chunk.group, chunk.tensors, message)
                 )
 
-        flow.run(chunks, matches, room, done=done)
+        flow.run(chunks, problem, room, done=done)
     return damages
 
 

@@ -16,7 +16,7 @@ from tierstore.archive import flow
 from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import ArchiveFile, PlacedChunk, check_header, placed_chunks
 from tierstore.config import Codec
-from tierstore.errors import ChecksumMismatch, FormatError, TierstoreError
+from tierstore.errors import ChecksumMismatch, FormatError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import Bytes
 from tierstore.pack.codecs import checksum, codec_for
@@ -78,10 +78,13 @@ def verify(
     backend: Backend | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Damage]:
-    """Read every byte of an archive, and report all that is not as it was written.
+    """Read every byte of an archive, and report all that is not as it was written, or cannot be read.
 
     Args:
         progress: called with bytes read, from another thread.
+
+    Raises:
+        StorageError: a file cannot be opened.
     """
     damages = []
     for file in files:
@@ -92,7 +95,7 @@ def verify(
     chunks = placed_chunks(files)
     largest = max((padded(placed.chunk.stored_bytes) for placed in chunks), default=1)
 
-    def done(placed: PlacedChunk, error: FormatError | None) -> None:
+    def done(placed: PlacedChunk, error: TierstoreError | None) -> None:
         stored_bytes = padded(placed.chunk.stored_bytes)
         progress(stored_bytes)
         if error is not None:
@@ -103,10 +106,11 @@ def verify(
 
     with OpenFiles(backend or Backend()) as opened:
 
-        def check(placed: PlacedChunk, buffer: Bytes) -> FormatError | None:
+        def check(placed: PlacedChunk, buffer: Bytes) -> TierstoreError | None:
+            opened(placed.file.path)  # not in the block below: too many open files, for one, are no damage
             try:
                 read_stored(opened, placed, buffer)
-            except FormatError as error:
+            except (FormatError, StorageError) as error:
                 return error
             return None
 
