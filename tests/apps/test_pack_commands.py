@@ -93,6 +93,16 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str, monkeypatch: pyt
     assert (out / "config.json").is_file()
 
 
+def test_what_stands_beside_a_single_file_is_not_copied(tmp_path: Path) -> None:
+    """It may belong to another model."""
+    small_checkpoint(tmp_path / "a.safetensors", blocks=1)
+    (tmp_path / "config.json").write_text("{}")
+    packed(tmp_path / "a.safetensors", tmp_path / "p.safetensors", memory_bytes=2**40)
+    for command, source, out in (("pack", "a.safetensors", "p"), ("unpack", "p.safetensors", "out")):
+        run(command, tmp_path / source, tmp_path / out)
+        assert not (tmp_path / out / "config.json").exists()
+
+
 def test_a_part_of_a_checkpoint_is_packed_under_its_own_names(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": {"w": torch.zeros(3)}, "epoch": 3}, tmp_path / "a.pt")
     told = run("pack", tmp_path / "a.pt", tmp_path / "all.safetensors").output
@@ -312,7 +322,7 @@ def test_what_is_no_pack_is_told_what_it_is(tmp_path: Path) -> None:
 
 def _some_packs(folder: Path) -> None:
     small_checkpoint(folder / "a", blocks=1)
-    for places in ("one.safetensors", "two.safetensors", "d", "x y"):
+    for places in ("one.safetensors", "two.safetensors", "d/model.safetensors", "x y"):
         packed(folder / "a", *(folder / place for place in places.split()), memory_bytes=2**40)
     for link, place in (("link", "d"), ("link-x", "x")):
         (folder / link).symlink_to(place)

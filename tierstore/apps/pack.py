@@ -94,8 +94,8 @@ def run_pack(
                 pack, source, options, codecs, ratios=ratios, backend=attended.backend, progress=advance
             )
         seconds = time.perf_counter() - start
-        if not options.names_a_file:
-            attended.call(copy_companions, path if path.is_dir() else path.parent, options.destinations[0])
+        if path.is_dir() and not options.names_a_file:  # beside a file may stand what belongs to another model
+            attended.call(copy_companions, path, options.destinations[0])
     return PackSummary(source, packed, choices, seconds)
 
 
@@ -114,9 +114,8 @@ def run_unpack(
         with byte_bar(console, "unpacking", total_bytes) as advance:
             written = attended.call(unpack, files, options, backend=attended.backend, progress=advance)
         seconds = time.perf_counter() - start
-        if not options.names_a_file:
-            source = paths[0] if paths[0].is_dir() else paths[0].parent
-            attended.call(copy_companions, source, options.destination)
+        if paths[0].is_dir() and not options.names_a_file:
+            attended.call(copy_companions, paths[0], options.destination)
     return written, seconds
 
 
