@@ -146,6 +146,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.pt")
     with pytest.raises(FormatError, match=r"a.pt: not a regular file"):
         open_source(tmp_path / "a.pt")
+    distributed.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    (part,) = (tmp_path / "d").glob("*.distcp")
+    part.unlink()
+    os.mkfifo(part)
+    with pytest.raises(FormatError, match=r"distcp: not a regular file"):
+        open_source(tmp_path / "d")
 
 
 class Code:
@@ -235,6 +241,16 @@ def test_a_distributed_checkpoint_comes_back(tmp_path: Path) -> None:
     assert source.left_out == ("epoch",)
     packed(tmp_path / "d", tmp_path / "p.safetensors", memory_bytes=MEMORY)
     assert equal(load_pack(tmp_path / "p.safetensors"), {f"model.{name}": one for name, one in tensors.items()})
+
+
+def test_a_part_of_another_dtype_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:
+    """As many bytes: read as what they are not, they would be other numbers."""
+    for name, dtype in (("a", torch.bfloat16), ("b", torch.float16)):
+        distributed.save({"w": torch.ones(3, dtype=dtype)}, checkpoint_id=tmp_path / name, no_dist=True)
+    (part,) = (tmp_path / "b").glob("*.distcp")
+    part.replace(tmp_path / "a" / part.name)
+    with pytest.raises(FormatError, match=r"distcp: what stands at offset 0 is not the part of 'w'"):
+        open_source(tmp_path / "a")
 
 
 class _MembersByName(pickle.Pickler):

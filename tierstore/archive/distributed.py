@@ -25,7 +25,7 @@ import torch
 from tierstore.archive.dtypes import file_dtype
 from tierstore.archive.gather import Content
 from tierstore.archive.pickles import MOST_BYTES, check_pickle
-from tierstore.archive.sources import Piece, Source, SourceTensor, small_file
+from tierstore.archive.sources import Piece, Source, SourceTensor, opened_at_once, small_file
 from tierstore.archive.torch_files import check_piece_count, load_without_data, pieces
 from tierstore.errors import FormatError, TierstoreError
 from tierstore.io.backend import storage_errors
@@ -169,7 +169,7 @@ def _joined(
         if info is None:
             raise FormatError(f"{path}: the part of {quoted(name)} at {list(offsets)} is missing in {_METADATA_FILE}")
         if 0 not in sizes:
-            part = parts.read(name, info, sizes)
+            part = parts.read(name, info, item.properties.dtype, sizes)
             for begin, start, nbytes in _runs(size, offsets, sizes, item_bytes):
                 runs += [(begin + at, piece) for piece, at in part.pieces(start, nbytes)]
                 if len(runs) > _MOST_PIECES:
@@ -191,26 +191,28 @@ class _Parts:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: dict[tuple[Path, int, int], tuple[tuple[int, ...], Content]] = {}
+        self._found: dict[tuple[Path, int, int], tuple[torch.dtype, tuple[int, ...], Content]] = {}
         self._pieces = 0
 
-    def read(self, name: str, info: Any, sizes: tuple[int, ...]) -> Content:
+    def read(self, name: str, info: Any, dtype: torch.dtype, sizes: tuple[int, ...]) -> Content:
         file = self._path / file_name_of(info.relative_path, f"{self._path}: the file of {quoted(name)}")
         offset, nbytes = _numbers((info.offset, info.length), f"{self._path}: where {quoted(name)} stands")
         if (key := (file, offset, nbytes)) not in self._found:
             self._found[key] = self._look(name, *key)
-        shape, content = self._found[key]
-        if shape != sizes:
+        found_dtype, shape, content = self._found[key]
+        if (found_dtype, shape) != (dtype, sizes):
             raise FormatError(f"{file}: what stands at offset {offset} is not the part of {quoted(name)}")
         return content
 
-    def _look(self, name: str, file: Path, offset: int, nbytes: int) -> tuple[tuple[int, ...], Content]:
-        with storage_errors("read", file), open(file, "rb") as opened:
+    def _look(
+        self, name: str, file: Path, offset: int, nbytes: int
+    ) -> tuple[torch.dtype, tuple[int, ...], Content]:
+        with storage_errors("read", file), opened_at_once(file) as opened:
             window: Any = _Window(opened, offset, nbytes)
             tensor = load_without_data(window, f"{file}, {nbytes} B at offset {offset},")
         if not isinstance(tensor, torch.Tensor):
             raise FormatError(f"{file}: what stands at offset {offset} is not the part of {quoted(name)}")
-        return tuple(tensor.shape), Content(pieces(tensor, file, name, offset))
+        return tensor.dtype, tuple(tensor.shape), Content(pieces(tensor, file, name, offset))
 
     def count(self, found: Sequence[Piece]) -> None:
         """Refuse a checkpoint whose parts are used more often than its size explains."""

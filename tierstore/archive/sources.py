@@ -7,7 +7,9 @@ Owner: none; plain records.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -271,6 +273,14 @@ def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
     return data
 
 
-def opened_at_once(path: Path) -> BinaryIO:
-    """A file to be read, opened without waiting for the writer of a pipe."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+@contextlib.contextmanager
+def opened_at_once(path: Path) -> Iterator[BinaryIO]:
+    """A file to be read, opened without waiting for the writer of a pipe.
+
+    Raises:
+        FormatError: it is a pipe or a device.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        yield file

@@ -19,7 +19,6 @@ import os
 import pickle
 import pickletools
 import re
-import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -221,10 +220,7 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
 def _load(path: Path) -> tuple[Any, int]:
     """What a file holds, and its length."""
     with storage_errors("read", path), opened_at_once(path) as opened:
-        status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path}: not a regular file")
-        return load_without_data(opened, str(path)), status.st_size
+        return load_without_data(opened, str(path)), os.fstat(opened.fileno()).st_size
 
 
 def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
