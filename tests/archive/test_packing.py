@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tierstore.archive.packing import PackOptions, pack, plan_groups
 from tierstore.archive.reading import verify
 from tierstore.archive.sources import INDEX, SINGLE, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
-from tierstore.config import Codec
+from tierstore.config import Codec, parse_size
 from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError, StorageFull
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -257,6 +258,17 @@ def test_memory_that_is_too_small_is_said_with_what_would_do(tmp_path: Path) -> 
     small_checkpoint(tmp_path / "a")
     with pytest.raises(BudgetError, match=r"--memory 1 MiB is too small: .* give at least"):
         packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=2**20)
+
+
+@given(rss_bytes=st.integers(2**20, 2**40), job_bytes=st.integers(4096, 2**26))
+def test_the_memory_that_is_advised_is_enough(rss_bytes: int, job_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=rss_bytes))
+        patch.setattr(flow, "psutil", SimpleNamespace(Process=lambda: process))
+        with pytest.raises(BudgetError) as refused:
+            flow.room(1, 1, job_bytes)
+        advised_bytes = parse_size(str(refused.value).partition("give at least ")[2])
+        assert flow.room(advised_bytes, 1, job_bytes).threads == 1
 
 
 def test_threads_are_as_many_as_memory_and_jobs_allow() -> None:

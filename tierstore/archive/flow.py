@@ -66,7 +66,7 @@ def room(memory_bytes: int, jobs: int, job_bytes: int, *, beside_bytes: int = 0,
         smallest = used + job_bytes + beside_bytes
         raise BudgetError(
             f"--memory {format_size(memory_bytes)} is too small: this process takes {format_size(used)} and one chunk "
-            f"{format_size(job_bytes + beside_bytes)}; give at least {format_size(math.ceil(smallest / 2**20) * 2**20)}"
+            f"{format_size(job_bytes + beside_bytes)}; give at least {math.ceil(smallest / 2**20)} MiB"
         )
     threads = min(threads, count, max(jobs, 1))
     return Room(threads, job_bytes, min(QUEUED, count - threads, max(jobs - threads, 0)))
@@ -85,7 +85,7 @@ def run(
         done: called with each result; from one thread, not in order.
 
     Raises:
-        BaseException: the first failure; no job was started after it, and none runs any more.
+        BaseException: the first failure; jobs that waited for a thread then are done, too, and none runs any more.
     """
     with Runtime("archive", timeout_s=math.inf) as runtime:
         runtime.call(_Flow(work, done, room).run, items)
