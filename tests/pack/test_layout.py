@@ -17,6 +17,7 @@ from tierstore.errors import FormatError
 from tierstore.pack.layout import (
     ALIGNMENT,
     DTYPE_BITS,
+    PAD_KEY,
     ChunkSpec,
     Extent,
     Layout,
@@ -50,7 +51,7 @@ def test_library_reads_what_the_layout_says(tmp_path: Path) -> None:
     layout = lay_out(EXTENTS, {"note": "für später"})
     data = write(tmp_path / "x.safetensors", layout)
     with safe_open(tmp_path / "x.safetensors", "np") as file:
-        assert file.metadata() == layout.metadata
+        assert file.metadata() == {"note": "für später", PAD_KEY: "__pad__"}
         assert set(file.keys()) == {entry.name for entry in layout.entries}
     with safe_open(tmp_path / "x.safetensors", "np") as file:
         for entry in layout.entries:

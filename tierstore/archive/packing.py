@@ -29,13 +29,7 @@ from tierstore.config import Codec
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import Bytes, aligned_copy
-from tierstore.pack.archive import (
-    LARGEST_CHUNK_BYTES,
-    Archive,
-    ArchiveGroup,
-    archive_header,
-    archive_layout,
-)
+from tierstore.pack.archive import LARGEST_CHUNK_BYTES, Archive, ArchiveGroup, archive_header
 from tierstore.pack.codecs import checksum, checksum_bytes, codec_for
 from tierstore.pack.layout import DTYPE_BITS, back_to_back, item_bytes
 from tierstore.plan.order import execution_order, share_out
@@ -172,8 +166,11 @@ def pack(
         with OpenFiles(backend) as sources, OpenFiles(backend, writable=True) as targets:
             job = _Job(source, sources, targets)
             flow.run(_in_execution_order(writers), job, jobs_room, done=lambda task, _: progress(task.content_bytes))
-            identity = _identity([writer.groups() for writer in writers])
-            finished = tuple(writer.finish(identity, targets, backend) for writer in writers)
+            stored = [writer.groups() for writer in writers]
+            identity = _identity(stored)
+            finished = tuple(
+                writer.finish(identity, groups, targets, backend) for writer, groups in zip(writers, stored)
+            )
         files = publication.commit(*archive_index(finished, [writer.data_bytes for writer in writers]))
     return Packed(tuple(files), finished)
 
@@ -194,7 +191,7 @@ def _aliases_in(archive: Archive, source: Source) -> dict[str, str]:
 
 
 def _identity(groups: list[tuple[ArchiveGroup, ...]]) -> str:
-    """An identity that follows from the content, file by file: only equal packs have the same."""
+    """An identity that follows from the stored content, file by file: not from aliases, metadata and chunk_bytes."""
     return f"{checksum_bytes(repr(groups).encode()):016x}"
 
 
@@ -212,8 +209,7 @@ class _Writer:
     chunks: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        layout = archive_layout(self.archive, self.metadata)
-        self.data_start = layout.data_start
+        self.data_start = len(archive_header(self.archive, self.metadata))
         self._end = self.data_start
         self._next = 0
         self._turn = threading.Condition()
@@ -255,9 +251,11 @@ class _Writer:
             for group in self.archive.groups
         )
 
-    def finish(self, identity: str, targets: OpenFiles, backend: Backend) -> Archive:
+    def finish(
+        self, identity: str, groups: tuple[ArchiveGroup, ...], targets: OpenFiles, backend: Backend
+    ) -> Archive:
         """Write the header, last: without it the file is no pack."""
-        archive = replace(self.archive, identity=identity, groups=self.groups())
+        archive = replace(self.archive, identity=identity, groups=groups)
         header = archive_header(archive, self.metadata, self.data_start)
         backend.truncate(self.path, self._end)
         file = targets(self.path)

@@ -14,7 +14,7 @@ they hold. A chunk whose stored length is that of its content is raw, whatever t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,9 @@ from tierstore.errors import FormatError
 from tierstore.pack.checked import checksum_of, list_of, mapping_of, number_of, object_of, text_of
 from tierstore.pack.layout import (
     Extent,
-    Layout,
     TensorEntry,
     TensorSpec,
     back_to_back,
-    build_header,
     check_contiguous,
     check_name,
     check_plain_name,
@@ -123,24 +121,20 @@ def chunk_count(content_bytes: int, chunk_bytes: int) -> int:
     return -(-content_bytes // chunk_bytes)
 
 
-def archive_layout(archive: Archive, metadata: dict[str, str]) -> Layout:
-    """Where everything stands in the file, header included, with the lengths that the chunks have now.
+def archive_header(archive: Archive, metadata: Mapping[str, str], data_start: int | None = None) -> bytes:
+    """The header of a file, with the lengths that the chunks have now.
 
-    A header of the same tensors with shorter chunks is never longer, see `archive_header`.
-    """
-    encoded = _encoded_prefix(archive)
-    extents = [Extent(str(group.position), _as_stored(group, encoded)) for group in archive.groups]
-    return lay_out(extents, {**metadata, ARCHIVE_KEY: _text(archive)}, seal=True)
+    A header of the same tensors with shorter chunks is never longer.
 
-
-def archive_header(archive: Archive, metadata: dict[str, str], data_start: int) -> bytes:
-    """The header of a file whose data begin at `data_start`.
+    Args:
+        data_start: where the data begin; None is the first place possible.
 
     Raises:
         FormatError: the header does not end there.
     """
-    layout = archive_layout(archive, metadata)
-    return build_header(layout.entries, layout.metadata, data_start=data_start, seal=True)
+    encoded = _encoded_prefix(archive)
+    extents = [Extent(str(group.position), _as_stored(group, encoded)) for group in archive.groups]
+    return lay_out(extents, {**metadata, ARCHIVE_KEY: _text(archive)}, data_start=data_start, seal=True).header
 
 
 def read_archive(header: Header, source: str) -> Archive | None:

@@ -101,7 +101,6 @@ class Layout:
     spans: dict[str, Span]
     header: bytes = field(repr=False)
     file_bytes: int
-    metadata: dict[str, str]
 
     @property
     def data_start(self) -> int:
@@ -260,13 +259,23 @@ def header_seal(ordered: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
     return f"{checksum_bytes(_header_text(ordered, bare)):016x}"
 
 
-def lay_out(extents: Sequence[Extent], metadata: Mapping[str, str] | None = None, *, seal: bool = False) -> Layout:
-    """A pack of `extents` in this order; inside each, wider dtypes first, so that every tensor is aligned."""
+def lay_out(
+    extents: Sequence[Extent],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    data_start: int | None = None,
+    seal: bool = False,
+) -> Layout:
+    """A pack of `extents` in this order; inside each, wider dtypes first, so that every tensor is aligned.
+
+    Args:
+        data_start, seal: as for `build_header`.
+    """
     ordered = [
         Extent(extent.name, tuple(sorted(extent.tensors, key=lambda item: -DTYPE_BITS.get(item.dtype, 0))))
         for extent in extents
     ]
-    return _assemble(ordered, metadata or {}, seal=seal)
+    return _assemble(ordered, metadata or {}, data_start, seal=seal)
 
 
 def slot_pack(chunks: Sequence[ChunkSpec]) -> Layout:
@@ -298,7 +307,9 @@ def capacity_pack(chunks: Sequence[ChunkSpec]) -> Layout:
     return _assemble(extents, {})
 
 
-def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], *, seal: bool = False) -> Layout:
+def _assemble(
+    extents: Sequence[Extent], metadata: Mapping[str, str], data_start: int | None = None, *, seal: bool = False
+) -> Layout:
     prefix = unused_prefix("__pad__", (tensor.name for extent in extents for tensor in extent.tensors))
     entries: list[TensorEntry] = []
     places: list[tuple[str, int, int]] = []
@@ -313,13 +324,13 @@ def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], *, seal: b
             position += pad_bytes
             pads += 1
         places.append((extent.name, begin, position))
-    complete = {**metadata, PAD_KEY: prefix} if pads else dict(metadata)
-    header = build_header(entries, complete, seal=seal)
+    complete = {**metadata, PAD_KEY: prefix} if pads else metadata
+    header = build_header(entries, complete, data_start=data_start, seal=seal)
     start = len(header)
     spans = {name: Span(start + begin, end - begin) for name, begin, end in places}
     if len(spans) != len(extents):
         raise FormatError(f"{len(extents) - len(spans)} extent names stand twice in one pack")
-    return Layout(tuple(entries), spans, header, start + position, complete)
+    return Layout(tuple(entries), spans, header, start + position)
 
 
 def _header_text(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:
