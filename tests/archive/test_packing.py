@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +231,24 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     with pytest.raises(StorageFull, match=r"too small: \d+ B \(.* KiB\) are needed, 1000 B \(1000 B\) are free"):
         packed(tmp_path / "a", tmp_path / "new" / "p", memory_bytes=MEMORY)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_more_files_than_may_be_open_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a", blocks=30)
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    files, before = open_archive([tmp_path / "p.safetensors"]), sorted(tmp_path.rglob("*"))
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, usual[1]))
+    try:
+        with pytest.raises(ConfigError, match=rf"61 files at once, .* may open {few} in all: .* by `ulimit -n`"):
+            packed(tmp_path / "a", tmp_path / "p", shards=30, memory_bytes=MEMORY)
+        with pytest.raises(ConfigError, match=r"files at once, .* write fewer files"):
+            unpack(files, UnpackOptions(tmp_path / "out", 80000, MEMORY))
+        assert sorted(tmp_path.rglob("*")) == before
+        packed(tmp_path / "a", tmp_path / "p", shards=10, memory_bytes=MEMORY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def test_a_coded_pack_asks_for_the_room_that_it_is_expected_to_take(

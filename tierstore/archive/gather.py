@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import os
+import resource
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,8 +18,27 @@ from pathlib import Path
 
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.archive.sources import Piece
+from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, BlockFile
 from tierstore.io.memory import Bytes
+
+_SPARE_DESCRIPTORS = 16
+"""Of the loop, of locks on directories, and of files that are open for a moment."""
+
+
+def check_open_files(sources: int, targets: int) -> None:
+    """Checks that this process may open so many files at once; targets are open twice, as their locks are files, too.
+
+    Raises:
+        ConfigError: it may not; the message says what can be done.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = sources + 2 * targets
+    if most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + count + _SPARE_DESCRIPTORS > most:
+        raise ConfigError(
+            f"this needs {count} files at once, and the process may open {most} in all: allow more by `ulimit -n`, or "
+            "write fewer files"
+        )
 
 
 class OpenFiles(contextlib.ExitStack):

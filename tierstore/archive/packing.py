@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.archive import flow
-from tierstore.archive.gather import Content, OpenFiles
+from tierstore.archive.gather import Content, OpenFiles, check_open_files
 from tierstore.archive.index import archive_index
 from tierstore.archive.publish import Publication
 from tierstore.archive.sources import TORCH_SUFFIXES, Source
@@ -139,7 +139,7 @@ def pack(
         progress: called with content bytes as they are written, from another thread.
 
     Raises:
-        ConfigError: a destination cannot be used; nothing was changed.
+        ConfigError: a destination cannot be used, or too many files would be open; nothing was changed.
         StorageFull: a disk is too small; raised before anything is written, if the ratios hold.
         FormatError, StorageError: the source is damaged, or the system refused; nothing is left behind.
     """
@@ -157,6 +157,7 @@ def pack(
     ]
     archives = [replace(one, aliases=_aliases_in(one, source)) for one in archives]
     jobs_room = _room(options, groups)
+    check_open_files(len({piece.path for one in source.tensors.values() for piece in one.pieces}), options.files)
     destination = options.destinations[0] if options.names_a_file else options.destinations
     with Publication(destination, options.files, backend, overwrite=options.overwrite) as publication:
         writers = [

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierstore.archive import flow
-from tierstore.archive.gather import OpenFiles
+from tierstore.archive.gather import OpenFiles, check_open_files
 from tierstore.archive.opening import ArchiveFile, PlacedChunk, placed_chunks
 from tierstore.archive.publish import Publication
 from tierstore.archive.reading import content_room, read_content
@@ -66,7 +66,7 @@ def unpack(
         The files written; an index comes last.
 
     Raises:
-        ConfigError: the destination is there already.
+        ConfigError: the destination is there already, or too many files would be open.
         StorageFull: the disk is too small; raised before anything is written.
         ChecksumMismatch, FormatError, StorageError: the pack is damaged, or the system refused; nothing is left.
     """
@@ -117,6 +117,7 @@ class _Unpacking:
         whole: Path | list[Path] = destination if is_file else destination / SINGLE
         if len(shards) > 1:
             whole = [destination]
+        check_open_files(len(self.files), len(shards))
         with Publication(whole, len(shards), self.backend) as publication:
             publication.begin([shard.file_bytes for shard in shards])  # removes what a killed unpack has left
             if len(shards) > 1 and (there := [name for name in names if (destination / name).exists()]):
