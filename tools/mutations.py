@@ -798,6 +798,31 @@ MUTATIONS: Sequence[Mutation] = (
         "seal of an index", "archive/index.py check_index", ' or seal != f"{checksum_bytes(_text(body)):016x}"',
         "archive/test_verify.py", "",
     ),
+    never(
+        "a path that is not read is refused", "archive/opening.py refuse_idle",
+        "if idle := [path for path in paths if os.path.realpath(path) not in known]:",
+        "apps/test_pack_commands.py::test_a_path_that_is_no_part_of_a_pack_is_refused",
+    ),
+    never(
+        "a file that another pack may need is not taken", "archive/publish.py Publication._commit",
+        "if final.exists() and final not in old:",
+        "archive/test_killed.py::test_a_file_that_a_pack_elsewhere_names_is_not_taken_from_it",
+    ),
+    never(
+        "a file without tensors belongs to its pack", "archive/sources.py weight_files",
+        'if isinstance(metadata, dict) and "files" in metadata:',
+        "archive/test_killed.py::test_a_file_without_tensors_belongs_to_its_pack",
+    ),
+    Mutation(
+        "a file that cannot be opened is no damage", "archive/reading.py verify", "opened(placed.file.path)",
+        "archive/test_verify.py::test_a_file_that_cannot_be_opened_is_no_damage",
+    ),
+    Mutation(
+        "dtype of a part of a checkpoint", "archive/distributed.py _Parts.read",
+        "(found_dtype, shape) != (dtype, sizes)",
+        "archive/test_torch_files.py::test_a_part_of_another_dtype_than_its_checkpoint_says_is_refused",
+        "shape != sizes",
+    ),
     Mutation("sync of a packed file", "archive/packing.py _Writer.finish", "file.datasync()", ARCHIVE_CUT),
     Mutation(
         "sync of an unpacked file", "archive/unpacking.py _Unpacking._fill", "opened(path).datasync()", ARCHIVE_CUT,
