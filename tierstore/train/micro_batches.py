@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from tierstore.errors import ConfigError
 from tierstore.train.access import DeviceAccess
+from tierstore.train.hooks import ModelHooks
 from tierstore.train.vertical import SideBySide
 
 LossOfBatch = Callable[[Callable[..., Any], Any], torch.Tensor]
@@ -82,13 +84,14 @@ def mean_of(losses: Sequence[torch.Tensor]) -> float:
 
 
 def losses_side_by_side(
-    model: Callable[..., Any], batches: Sequence[Any], loss_of_batch: LossOfBatch, access: DeviceAccess
+    model: nn.Module, batches: Sequence[Any], loss_of_batch: LossOfBatch, access: DeviceAccess, hooks: ModelHooks
 ) -> list[torch.Tensor]:
     """The losses of micro-batches that pass each group together."""
 
     def loss_of(batch: Any) -> torch.Tensor:
         # In the forward's thread: nodes made in another one may rank below all of these, and separate the backwards.
-        loss = loss_of_batch(model, batch)
+        with hooks.watching():  # the loss, too, may read weights: forward runs until the last one is made
+            loss = loss_of_batch(model, batch)
         check_loss(loss)
         return loss.reshape(())
 

@@ -55,11 +55,12 @@ class Steps:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        return self._forward(lambda: self._watched_model(*args, **kwargs))
 
-    def _watched_model(self, *args: Any, **kwargs: Any) -> Any:
-        with self._parts.hooks.watching():
-            return self._parts.model(*args, **kwargs)
+        def run() -> Any:
+            with self._parts.hooks.watching():
+                return self._parts.model(*args, **kwargs)
+
+        return self._forward(run)
 
     def _forward(self, run: Callable[[], Any], count: int = 1) -> Any:
         """Run a forward: `run` calls the model `count` times."""
@@ -164,8 +165,9 @@ class Steps:
         try:
             with self._parts.driver.whole_step():
                 if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
+                    parts = self._parts
                     losses = self._forward(
-                        lambda: losses_side_by_side(self._watched_model, batches, loss_of_batch, self._parts.access),
+                        lambda: losses_side_by_side(parts.model, batches, loss_of_batch, parts.access, parts.hooks),
                         len(batches),
                     )
                     self._losses += [loss.detach() for loss in losses]
