@@ -18,6 +18,7 @@ import pytest
 import torch
 from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.arithmetic import Piece
@@ -298,6 +299,47 @@ def test_a_loss_may_call_the_engine(schedule: str) -> None:
         engine.train_step(data, beside_a_teacher, schedule)
     with torch.no_grad():
         assert first == pytest.approx(0.25 * loss_of(Net()(data[0])).item())
+
+
+class Scaled(Net):
+    """Has a parameter of its own, which it reads when its blocks have taken their turns, also in a recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: super(Scaled, self).forward(x) * self.scale, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["horizontal", "vertical", "a hook of backward"])
+def test_a_forward_in_a_pass_leaves_that_pass_as_it_is(where: str, update: str, tmp_path: Path) -> None:
+    data, model, seen = batches(2), Scaled(), []
+    optimizer = plain(model)
+
+    def loss_by(call: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        if where == "a hook of backward":
+            output.register_hook(lambda gradient: seen.append(teach(call)))
+            return loss_of(output)
+        return (output - 0.5 * teach(call)).pow(2).mean()
+
+    def teach(call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return call(data[0])
+
+    with tight_engine(tmp_path, update, Scaled()) as engine:
+        schedule = "vertical" if where == "vertical" else "horizontal"
+        for _ in range(2):
+            engine.train_step(data, partial(loss_by, engine), schedule)
+            for x in data:
+                (loss_by(model, model(x)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)
+    assert len(seen) == (8 if where == "a hook of backward" else 0)
+    for found, expected in zip(seen[:2] + seen[4:6], seen[2:4] + seen[6:]):
+        torch.testing.assert_close(found, expected)
 
 
 def test_train_step_makes_the_calls_of_a_subclass() -> None:

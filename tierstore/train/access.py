@@ -91,6 +91,7 @@ class DeviceAccess:
         self._since = clock()
         self.stall_s = 0.0
         self.is_inside = False
+        """Whether a forward or a backward is running."""
         self.stops_at_step = False
         self.awaits_update: Callable[[int], bool] = lambda group: False
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""

@@ -71,6 +71,8 @@ class Steps:
         if trains:
             self._order.refuse_while_modified()
         parts.groups.refuse_newcomers(parts.model)
+        if parts.access.is_inside:  # called by a loss of forwards side by side, or by a hook: a part of that pass
+            return run()
         if trains and not parts.driver.has_begun:
             self._make_way()
             self._generations.leave_newer()
@@ -81,8 +83,8 @@ class Steps:
                 recomputes=parts.collector.recomputes, accumulates=not self._order.is_syncing,
             )  # fmt: skip
         parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
-        parts.access.begin_forward()
         try:
+            parts.access.begin_forward()
             with self._meters.phase("forward") if trains else self._meters.outside():
                 output = run()
             parts.driver.check_begun()
@@ -90,6 +92,7 @@ class Steps:
             parts.groups.check_kept_views(is_resumed=parts.opened is not None)
             return output
         finally:
+            parts.access.is_inside = False  # no function call: Ctrl-C comes after it
             parts.access.end_pass()
 
     def _make_way(self) -> None:
@@ -114,14 +117,15 @@ class Steps:
         gradients, is_final = self._generations.gradients, self._order.is_syncing
         needed = parts.access.first_visits()
         parts.collector.begin(gradients, scaled, needed, is_final=is_final, is_streaming=is_streaming)
-        parts.access.begin_backward()
         with self._order.unbroken(keeps_weights=not is_streaming):
             try:
+                parts.access.begin_backward()
                 with self._meters.phase("backward"):
                     with parts.hooks.watching(), self._order.walked():
                         _walk(scaled)
                     parts.collector.finish()
             finally:
+                parts.access.is_inside = False  # as above
                 parts.access.end_pass()
             parts.access.learn_order()
             self._order.has_backward, self._order.has_final_backward = True, self._order.is_syncing
