@@ -995,6 +995,20 @@ def test_sparse_gradients_are_refused_by_name(tmp_path: Path) -> None:
         engine.backward(engine(torch.tensor([1])).sum())
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch gives gradients no dtype of their own")
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.half)]
+)
+def test_gradients_of_another_dtype_are_refused_by_name(dtype: torch.dtype, other: torch.dtype, tmp_path: Path) -> None:
+    model = Net().to(dtype)
+    model.blocks[2][0].bias.grad_dtype = other
+    with (
+        Engine(model, disk(tmp_path), loss_scale=1.0) as engine,
+        pytest.raises(GraphError, match=rf"blocks\.2\.0\.bias is {other}, and the parameter {dtype}"),
+    ):
+        engine.backward(loss_of(engine(batches(1)[0].to(dtype))).float())
+
+
 class TakesItsJacobian(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ from functools import partial
 import torch
 
 from tierstore.device.arithmetic import Piece
+from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
@@ -269,6 +270,11 @@ class GradientCollector:
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} is sparse, which Adam does not take; "
                 "make the module with sparse=False"
+            )
+        if gradient.dtype is not (own := TORCH_DTYPES[group.spec.dtype]):  # its bytes are taken as they are
+            raise GraphError(
+                f"the gradient of {group.spec.parameters[position].name} is {gradient.dtype}, and the parameter {own}: "
+                "somebody has set its grad_dtype; gradients are taken in the parameter's own dtype only"
             )
         self._streams.add(self._device.stream())
         if len(self._streams) > 1:  # a mark covers one stream, also for reads of weights, whose stream nobody can check
