@@ -1137,6 +1137,45 @@ def test_a_graph_from_before_the_step_is_refused(update: str, tmp_path: Path) ->
             engine.backward(old)
 
 
+@pytest.mark.parametrize("update", LATER)
+@pytest.mark.parametrize("change", ["in place", "new data", "load_state_dict"])
+def test_a_graph_from_before_a_change_of_weights_is_refused(change: str, update: str, tmp_path: Path) -> None:
+    with tight_engine(tmp_path, update) as engine:
+        weight = engine.model.get_parameter("blocks.2.0.weight")
+        with engine.gathered("blocks.2"):
+            penalty = weight.pow(2).sum()
+        if change == "load_state_dict":
+            engine.load_state_dict({name: 3 * value for name, value in engine.state_dict().items()})
+        else:
+            with engine.gathered("blocks.2", modify=True), torch.no_grad():
+                if change == "in place":
+                    weight.mul_(3)
+                else:
+                    weight.data = 3 * weight
+        loss = loss_of(engine(batches(1)[0])) + penalty
+        with pytest.raises(GraphError, match=r"as they were before engine\.step\(\) or a change of weights"):
+            engine.backward(loss)
+
+
+def test_a_graph_of_weights_that_did_not_change_after_it_is_not(tmp_path: Path) -> None:
+    model, x = Net(), batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        other, changed = (engine.model.get_parameter(f"blocks.{index}.0.weight") for index in (1, 2))
+        with engine.gathered("blocks.1"):
+            penalty = other.pow(2).sum()
+        with engine.gathered("blocks.2", modify=True):
+            with torch.no_grad():
+                changed.mul_(3)
+            penalty = penalty + changed.pow(2).sum()
+        engine.backward(loss_of(engine(x)) + penalty)
+        engine.step()
+        with torch.no_grad():
+            model.blocks[2][0].weight.mul_(3)
+        (loss_of(model(x)) + model.blocks[1][0].weight.pow(2).sum() + model.blocks[2][0].weight.pow(2).sum()).backward()
+        plain(model).step()
+        check_weights(engine, model)
+
+
 def test_training_while_weights_are_modified_is_refused(tmp_path: Path) -> None:
     x = batches(1)[0]
     with tight_engine(tmp_path) as engine:

@@ -123,7 +123,7 @@ class Group:
         """
         wrong = []
         for position, value in displaced.items():
-            self.versions[position] = _NO_VERSION  # neither the copy nor the view raises the parameter's own
+            self.versions[position] = _NO_VERSION  # changed, whatever version the parameter has
             spec = self.spec.parameters[position]
             given, expected = (tuple(value.shape), value.dtype), (spec.shape, TORCH_DTYPES[self.spec.dtype])
             if given == expected:
@@ -133,6 +133,7 @@ class Group:
                     f"parameter {spec.name} was given data of {given[1]} {given[0]}, it is {expected[1]} {expected[0]}"
                 )
             self.parameters[position].data = self._view(position)
+            torch.autograd.graph.increment_version(self.parameters[position])  # graphs over the old values are refused
         return wrong
 
     def _is_in_place(self, position: int) -> bool:

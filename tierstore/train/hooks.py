@@ -26,10 +26,11 @@ from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import Group, ModelGroups
 
 _Packed = tuple[Group | None, int, object, torch.Tensor]
-"""What is kept of a saved tensor. For a view of a group's storage: the group, the number of the step, the group's token
-(whose references count the saved views), and the view, whatever the storage holds meanwhile. For any other tensor:
-None, its version, None (of a compressed sparse tensor its values, see `_counted_values`), and an alias of it. A tuple
-and not a class, because a group has a dozen of them in each pass."""
+"""What is kept of a saved tensor. For a view of a group's storage: the group, a number that grows with each change of
+the weights (the version of the view, and the step if they are trained), the group's token (whose references count the
+saved views), and the view, whatever the storage holds meanwhile. For any other tensor: None, its version, None (of a
+compressed sparse tensor its values, see `_counted_values`), and an alias of it. A tuple, not a class, because a group
+has a dozen of them in each pass."""
 
 
 class _Here(threading.local):
@@ -147,7 +148,7 @@ class ModelHooks:
         # counter, which torch does not check under such hooks.
         if group is None:
             return None, tensor._version, None, tensor.detach()
-        return group, self._step, group.token, tensor.detach()
+        return group, tensor._version + self._step * group.spec.trainable, group.token, tensor.detach()
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
         group, moment, same = packed[0], packed[1], packed[3]  # not the token: this variable would be counted, too
@@ -158,10 +159,10 @@ class ModelHooks:
                     "saved, as by y.mul_(2) or y[0] = 0; make another one, as y = y * 2, or change a clone()"
                 )
             return same
-        if moment != self._step and group.spec.trainable:
+        if moment != same._version + self._step * group.spec.trainable:
             raise GraphError(
-                f"backward needs the weights of {group.spec.name} as they were before engine.step(); "
-                "call engine.backward(loss) before the step"
+                f"backward needs the weights of {group.spec.name} as they were before engine.step() or a change of "
+                "weights; call engine.backward(loss) before that"
             )
         self._gate.access.visit(group.index)
         return same.detach()  # a new view: it keeps the group there, which the saved one does not

@@ -146,6 +146,9 @@ def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
     fill_alike(parts.partition, parts.store, parts.runtime, parts.groups.groups, pieces, keep=True)
     parts.access.settle()
     _restore(parts, range(len(parts.groups.groups)))  # groups with a view have stayed on the device
+    for group in parts.groups.groups:  # as when torch sets weights: graphs over the old ones are refused
+        torch.autograd.graph.increment_version(group.parameters)
+        group.accept_changes()
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(parts.model).items():
             buffer.copy_(state[name])
@@ -336,7 +339,8 @@ def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
         for spec, parameter in zip(group.spec.parameters, group.parameters):
             there, start = parameter.detach().reshape(-1), 0
             weights = parts.partition.as_first(there)
-            if not parts.partition.is_first:
+            is_same = parts.partition.is_first or torch.equal(there.cpu().view(torch.uint8), weights.view(torch.uint8))
+            if not is_same:  # a copy counts as a change: graphs over these weights are refused
                 there.copy_(weights)
             # Masters of all ranks are read, though only those that this rank keeps are written.
             for master in masters(parts, group, spec.start, spec.stop):
