@@ -512,6 +512,41 @@ def test_a_train_step_reports_its_loss_also_to_callbacks(schedule: str, tmp_path
         assert engine.step().loss is None
 
 
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+def test_a_step_that_a_callback_makes_reports_its_own_loss(schedule: str) -> None:
+    data, seen = batches(2), []
+
+    def go_on(report: StepReport) -> None:
+        seen.append(report.loss)
+        if report.step == 1:
+            engine.train_step([10 * x for x in data], loss_of, schedule)
+        if report.step == 2:
+            engine.backward(loss_of(engine(data[0])))
+            engine.step()
+
+    with Engine(Net(), TierConfig(), AdamWConfig(lr=0.0)) as engine:
+        engine.on_step(go_on)
+        engine.train_step(data, loss_of, schedule)
+    with torch.no_grad():
+        expected = [sum(loss_of(Net()(scale * x)).item() for x in data) / 2 for scale in (1, 10)]
+    assert seen == [pytest.approx(expected[0]), pytest.approx(expected[1]), None]
+
+
+def test_gradients_of_before_a_train_step_are_used_up_when_a_callback_fails() -> None:
+    def fail(report: StepReport) -> None:
+        raise ArithmeticError("no more")
+
+    x = batches(1)[0]
+    with Engine(Net(), TierConfig(), AdamWConfig()) as engine:
+        engine.on_step(fail)
+        with engine.no_sync():
+            engine.backward(loss_of(engine(x)))
+        with pytest.raises(ArithmeticError):
+            engine.train_step([x], loss_of)
+        engine._steps.callbacks.clear()
+        assert engine.train_step([x], loss_of).step == 2
+
+
 def test_who_hears_of_a_step_may_close_the_engine_and_the_step_is_committed(tmp_path: Path) -> None:
     x, heard = batches(1)[0], []
 

@@ -47,7 +47,7 @@ class Steps:
         self._loss_scale = loss_scale
         self.callbacks: list[Callable[[StepReport], None]] = []
         self.report: StepReport | None = None
-        self._losses: list[torch.Tensor] = []  # of the micro-batches of this train_step
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of this train_step, until its step
         self._zeroed = 0  # how often the gradients of this step were forgotten
         self._applied_with: dict[str, object] = {}  # options of the optimizer, in the last backward
 
@@ -255,6 +255,7 @@ class Steps:
         parts, optimizer = self._parts, self._parts.stepper.optimizer
         with self._meters.phase("update"), self._order.unbroken():
             loss = mean_of(self._losses) if self._losses else None  # before updates, which would contend for the GPU
+            self._losses.clear()  # a callback may make a step of its own
             norm, is_finite = self._apply(options, late)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if parts.scheduler is not None and is_finite:
