@@ -1098,6 +1098,21 @@ def test_what_is_no_loss_breaks_nothing(tmp_path: Path) -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+@pytest.mark.parametrize("wrong", [lambda y: None, lambda y: (y.mean(),), lambda y: {"loss": y.mean()}, lambda y: 0.5])
+def test_what_is_no_loss_of_a_micro_batch_breaks_nothing(
+    wrong: Callable[[torch.Tensor], Any], schedule: str, tmp_path: Path
+) -> None:
+    data = batches(2)
+    left = [loss_of, wrong]
+    with tight_engine(tmp_path) as engine:
+        with pytest.raises(ConfigError, match="a loss is a tensor that depends on the weights, not"):
+            engine.train_step(data, lambda output: left.pop(0)(output), schedule)
+        norm = engine.train_step(data, loss_of, schedule).grad_norm
+    with tight_engine(tmp_path / "again") as engine:
+        assert engine.train_step(data, loss_of, schedule).grad_norm == norm
+
+
 def test_no_sync_may_be_nested(tmp_path: Path) -> None:
     x = batches(1)[0]
     with tight_engine(tmp_path, "backward") as engine:

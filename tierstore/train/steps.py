@@ -190,8 +190,8 @@ class Steps:
 
     def _noted(self, loss: torch.Tensor) -> torch.Tensor:
         """Note a loss and return it; no variable keeps it, so that its graph ends with backward."""
-        if isinstance(loss, torch.Tensor):  # else backward refuses it
-            self._losses.append(loss.detach())
+        check_loss(loss)
+        self._losses.append(loss.detach())
         return loss
 
     def _give_up(self, engine: Engine, error: BaseException, *, has_others: bool) -> None:
