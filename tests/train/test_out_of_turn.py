@@ -1091,8 +1091,8 @@ def test_a_failure_that_was_kept_is_not_lost_by_showing_a_weight(tmp_path: Path)
 def test_what_is_no_loss_breaks_nothing(tmp_path: Path) -> None:
     x = batches(1)[0]
     with tight_engine(tmp_path) as engine:
-        for wrong in (engine(x), loss_of(engine(x)).detach()):
-            with pytest.raises(ConfigError, match="a loss is one number"):
+        for wrong in (engine(x), loss_of(engine(x)).detach(), torch.complex(loss_of(engine(x)), torch.zeros(()))):
+            with pytest.raises(ConfigError, match="a loss is one real number"):
                 engine.backward(wrong)
         engine.backward(loss_of(engine(x)))
         engine.step()

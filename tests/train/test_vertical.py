@@ -188,7 +188,7 @@ def test_a_loss_may_read_weights_and_call_modules(update: str, tmp_path: Path) -
 
 
 def test_each_loss_is_one_number(tmp_path: Path) -> None:
-    with Engine(WithLoss(), TierConfig()) as engine, pytest.raises(ConfigError, match="a loss is one number"):
+    with Engine(WithLoss(), TierConfig()) as engine, pytest.raises(ConfigError, match="a loss is one real number"):
         engine.train_step(tokens(2), lambda loss: loss.expand(3), "vertical")
 
 

@@ -67,13 +67,13 @@ def check_loss(loss: torch.Tensor) -> None:
     """Refuse a loss that backward cannot begin with.
 
     Raises:
-        ConfigError: it is not one number that depends on the weights.
+        ConfigError: it is not one real number that depends on the weights.
     """
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(f"a loss is a tensor that depends on the weights, not {type(loss).__name__}")
-    if loss.numel() != 1 or not loss.requires_grad:
+    if loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
         raise ConfigError(
-            f"a loss is one number that depends on the weights, not a tensor of shape {tuple(loss.shape)}"
+            f"a loss is one real number that depends on the weights, not a tensor of {loss.dtype} {tuple(loss.shape)}"
             f"{'' if loss.requires_grad else ' that needs no gradient'}"
         )
 
