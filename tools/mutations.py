@@ -457,6 +457,25 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_bad_input.py::test_what_backward_needs_is_not_changed_in_place", "False",
     ),
     Mutation(
+        "weights that changed are no saved ones any more", "train/hooks.py ModelHooks._unpack",
+        "moment != same._version + self._step * group.spec.trainable",
+        "train/test_out_of_turn.py::test_a_graph_from_before_a_change_of_weights_is_refused",
+        "False",
+    ),
+    Mutation(
+        "what a loss saves is watched, too", "train/micro_batches.py losses_side_by_side", "with hooks.watching()",
+        "train/test_vertical.py::test_a_loss_may_read_weights_and_call_modules", "if True",
+    ),
+    Mutation(
+        "a forward in a pass is a part of it", "train/steps.py Steps._forward", "if parts.access.is_inside",
+        "train/test_out_of_turn.py::test_a_forward_in_a_pass_leaves_that_pass_as_it_is", "if False",
+    ),
+    Mutation(
+        "gradients are of the parameter's dtype", "train/backward.py GradientCollector._arrived",
+        "if gradient.dtype is not (own := TORCH_DTYPES[group.spec.dtype])",
+        "train/test_out_of_turn.py::test_gradients_of_another_dtype_are_refused_by_name", "if (own := None)",
+    ),
+    Mutation(
         "what is unpacked keeps its group", "train/hooks.py ModelHooks._unpack", "return same.detach()",
         f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "return same",
     ),
