@@ -944,7 +944,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "data that is refused is undone where it was taken over", "train/groups.py Group.take_back", "= _NO_VERSION",
         "train/test_changed_weights.py::test_new_data_that_does_not_fit_is_refused",
-        "= self.parameters[position]._version",
+        "= self.parameters[position]._version + 1",
     ),
     Mutation(
         "weights that change places are taken back", "train/groups.py Group._is_in_place",
