@@ -625,6 +625,10 @@ MUTATIONS: Sequence[Mutation] = (
         "a failed sync is final", "store/shelf.py Shelf._sync", "pack.is_synced, pack.sync_failure = False, error",
         "store/test_tensors_faults.py::test_a_failed_sync_is_final",
     ),
+    Mutation(
+        "few packs are open at once", "store/shelf.py Shelf.__init__", "asyncio.Semaphore(most_packs)",
+        "store/test_tensors.py::test_a_store_may_have_more_packs_than_descriptors", "asyncio.Semaphore(10**6)",
+    ),
     never(
         "a pack that is needed is kept", "store/shelf.py Shelf.discard", "if self._is_needed(pack.kind):",
         TENSORS_CUT,

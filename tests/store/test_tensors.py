@@ -51,6 +51,7 @@ from tierstore.errors import (
 )
 from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
+from tierstore.store import shelf
 from tierstore.store.buffers import plan_buffers
 from tierstore.store.entries import recorded_entries
 from tierstore.store.extents import ExtentLayout
@@ -968,6 +969,56 @@ def test_packs_of_a_generation_whose_manifest_is_damaged_go(tmp_path: Path) -> N
         async with opened(tmp_path) as store:
             assert len(pack_files(tmp_path)) == 1
             assert await value_of(store, "a") == 2
+
+    run(main())
+
+
+class CountingBackend(QuickBackend):
+    """Counts the files of packs that are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_now: set[int] = set()
+        self.most = 0
+
+    def _call_open(self, path: Path, flags: int, mode: int) -> int:
+        descriptor = super()._call_open(path, flags, mode)
+        if path.name.startswith("put-"):
+            self.open_now.add(descriptor)
+            self.most = max(self.most, len(self.open_now))
+        return descriptor
+
+    def _call_close(self, descriptor: int, path: Path) -> None:
+        self.open_now.discard(descriptor)
+        super()._call_close(descriptor, path)
+
+
+@pytest.mark.parametrize("disks", [1, 2])
+def test_a_store_may_have_more_packs_than_descriptors(
+    tmp_path: Path, disks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf, "_MOST_OPEN", 4)
+    nvme, names = [tmp_path / f"disk {disk}" for disk in range(disks)], [f"h.{i}" for i in range(20)]
+
+    async def main() -> None:
+        backend = CountingBackend()
+        async with opened(tmp_path, nvme=nvme, backend=backend, cpu_memory=64 * CHUNK) as store:
+            for name in names:
+                await store.put(name, block(1, 100), tier=Tier.CPU)
+            await store.commit()  # writes all
+            assert 0 < backend.most <= 4
+            for name in names:
+                await store.put(name, block(2, 100), tier=Tier.NVME)
+        assert 0 < backend.most <= 4  # the last commit has synced all
+        async with opened(tmp_path, nvme=nvme, backend=backend, cpu_memory=64 * CHUNK) as store:
+            assert await store.prefetch(names) == names
+            assert [await value_of(store, name) for name in names] == [2] * 20
+            for name in names:
+                await store.move(name, Tier.CPU)
+        async with opened(tmp_path, nvme=nvme, backend=backend, cpu_memory=64 * CHUNK) as store:  # reads all
+            assert [await value_of(store, name) for name in names] == [2] * 20
+        assert 0 < backend.most <= 4
+        assert not backend.open_now
 
     run(main())
 

@@ -32,6 +32,7 @@ from tensor_stores import (
 from tierstore import TensorStore, Tier
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
+from tierstore.store import shelf
 from tierstore.store.owner import LoopOwner
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -391,6 +392,26 @@ def test_what_changes_on_the_device_while_it_is_written_is_written_again(tmp_pat
             await committing
         async with opened(tmp_path) as store:
             assert await value_of(store, "h.0") == 2
+
+    run(main())
+
+
+def test_a_load_does_not_wait_for_the_packs_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "_MOST_OPEN", 1)
+
+    async def main() -> None:
+        backend = GatedBackend("chunk")
+        async with opened(tmp_path, backend=backend) as store:
+            await store.put("loaded", block(1), tier=Tier.NVME)
+            for number in range(3):
+                await store.put(f"h.{number}", block(2), tier=Tier.CPU)
+            backend.is_armed = True
+            committing = asyncio.create_task(store.commit())
+            await backend.reached()
+            assert await value_of(store, "loaded") == 1
+            assert not committing.done()
+            backend.go_on.set()
+            await committing
 
     run(main())
 

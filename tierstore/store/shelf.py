@@ -13,6 +13,7 @@ the moment, nobody knows which packs it names: then all files stay until the nex
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import threading
@@ -41,6 +42,9 @@ PACK = re.compile(r"put-(0|[1-9]\d{0,17})")
 """The kind of a pack; no number has two spellings."""
 _GOLDEN = 2654435769
 """The golden section of 2**32."""
+_MOST_OPEN = 64
+"""Files that are open at once for transfers of one priority: many more than threads, far fewer than the usual limit of
+1,024 descriptors."""
 _PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 
@@ -207,6 +211,9 @@ class Shelf:
         """Kinds of packs by generation: the last two, and one whose publishing failed: its manifest may be there."""
         if opened is not None:
             self._records[opened.number] = frozenset(opened.records)
+        most_packs = max(1, _MOST_OPEN // max(1, len(directories.paths)))
+        self._turns = {priority: asyncio.Semaphore(most_packs) for priority in Priority}
+        """To have a pack open: by priority, because a load must not queue behind all packs of a commit."""
         self._old: list[Path] = []
         """Files of packs that the generation before the opened one may need, and the opened one does not."""
         self._doomed: list[ExtentPack] = []
@@ -224,18 +231,19 @@ class Shelf:
         Raises:
             StorageError: what was made is removed, as after a cancellation.
         """
-        pack = self._pack(self._next_pack, name, layout)
-        self._next_pack += 1
-        try:
+        async with self._turns[priority]:
+            pack = self._pack(self._next_pack, name, layout)
+            self._next_pack += 1
             try:
-                await self._workers.submit(Priority.WRITE, pack.slots.create)
-                await self._route.copy(layout, source, PackPlace(pack.slots), priority)
-            finally:
-                await self._close(pack)
-        except BaseException:
-            self.discard(pack)
-            raise
-        return pack
+                try:
+                    await self._workers.submit(Priority.WRITE, pack.slots.create)
+                    await self._route.copy(layout, source, PackPlace(pack.slots), priority)
+                finally:
+                    await self._close(pack)
+            except BaseException:
+                self.discard(pack)
+                raise
+            return pack
 
     async def _close(self, pack: ExtentPack) -> None:
         is_closed = threading.Event()
@@ -254,17 +262,18 @@ class Shelf:
     @contextlib.asynccontextmanager
     async def opened(self, pack: ExtentPack, priority: Priority) -> AsyncIterator[PackPlace]:
         """The pack as a place to read from. One user at a time."""
-        pack.is_open = True
+        pack.is_open = True  # also while it waits for its turn: its files must stay
         try:
-            await self._workers.submit(priority, pack.slots.open, pack.slots.current)
-            yield PackPlace(pack.slots)
+            async with self._turns[priority]:
+                try:
+                    await self._workers.submit(priority, pack.slots.open, pack.slots.current)
+                    yield PackPlace(pack.slots)
+                finally:
+                    await self._close(pack)
         finally:
-            try:
-                await self._close(pack)
-            finally:
-                pack.is_open = False
-                if pack.is_discarded:
-                    self.discard(pack)
+            pack.is_open = False
+            if pack.is_discarded:
+                self.discard(pack)
 
     async def sync(self, pack: ExtentPack) -> None:
         """Make a pack durable; done once, because it is never written again.
