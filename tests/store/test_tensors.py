@@ -34,6 +34,7 @@ from tensor_stores import (
     settled,
     value_of,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tierstore import TensorStore, Tier
 from tierstore.config import Codec, TierConfig
@@ -179,6 +180,7 @@ def test_packs_are_safetensors_files(tmp_path: Path) -> None:
         ({"w": torch.eye(2).to_sparse()}, "tensor 'w' of 'h.0' is torch.sparse_coo"),
         ({"w": torch.empty(2, device="meta")}, "tensor 'w' of 'h.0' is on meta"),
         ({"w": [1.0]}, "values are tensors, not list"),
+        ({"w": FakeTensorMode().from_tensor(torch.ones(4))}, "tensor 'w' of 'h.0' is a FakeTensor; only dense tensors"),
         ({"a\nb": torch.ones(1)}, "control character"),
     ],
 )

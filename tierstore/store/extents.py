@@ -171,8 +171,10 @@ def check_tensors(name: str, tensors: Mapping[str, torch.Tensor], device: torch.
         if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{what}: names are text and values are tensors, not {type(tensor).__name__}")
         _check_name(what, f"{name}/{key}")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # may have no bytes at all
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or is_wrapper:
             kind = "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
+            kind = f"a {type(tensor).__name__}" if is_wrapper and not tensor.is_nested else kind
             raise ConfigError(f"{what} is {kind}; only dense tensors can be stored")
         if tensor.device.type != "cpu" and tensor.device != device:
             raise ConfigError(f"{what} is on {tensor.device}; give it on the CPU or on the store's device, {device}")
