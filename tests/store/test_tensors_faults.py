@@ -34,6 +34,7 @@ from tierstore.errors import ChecksumMismatch, FormatError, StorageError, Storag
 from tierstore.io.backend import Backend
 from tierstore.store import shelf
 from tierstore.store.owner import LoopOwner
+from tierstore.store.routes import Route
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 TierPair = tuple[Tier, Tier]
@@ -391,6 +392,39 @@ def test_what_changes_on_the_device_while_it_is_written_is_written_again(tmp_pat
             backend.go_on.set()
             await committing
         async with opened(tmp_path) as store:
+            assert await value_of(store, "h.0") == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("tier", [Tier.CPU, Tier.NVME])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_changes_on_the_device_while_it_moves_is_moved_again(
+    tmp_path: Path, tier: Tier, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1), tier=Tier.GPU)
+            copy, copied = Route.copy, 0
+
+            async def and_change(route: Route, *args: Any) -> None:
+                nonlocal copied
+                await copy(route, *args)
+                copied += 1
+                if copied == 1:
+                    with contextlib.suppress(ZeroDivisionError):
+                        async with store.acquire("h.0", modify=fails) as tensors:
+                            tensors["w"] += 1
+                            if fails:
+                                raise ZeroDivisionError
+
+            monkeypatch.setattr(Route, "copy", and_change)
+            await store.move("h.0", tier)
+            assert (copied, store.home("h.0")) == (2, tier)
+            assert_at_rest(store)
+            idle = store._entries["h.0"].copy
+            assert idle is not None
+            store._homes.gpu.disown(idle)  # so that it is read from its home
             assert await value_of(store, "h.0") == 2
 
     run(main())

@@ -231,18 +231,10 @@ class Homes:
                     held.is_home = True
                     self._leave_home(entry, tier)
                     return True
-                try:
-                    async with self._source(entry, Priority.DEMAND) as source:
-                        if tier is Tier.CPU:
-                            entry.host = await self._to_host(entry.layout, source)
-                        elif entry.pack is None and not await self._write_pack(entry, source, Priority.DEMAND):
-                            return False
-                except BaseException:  # closing the source may fail, or be cancelled, too
-                    if tier is Tier.CPU:
-                        self._leave_host(entry)
-                    raise
-                self._leave_home(entry, tier)
-                return True
+                filling = self._fill_host(entry) if tier is Tier.CPU else self._fill_pack(entry, Priority.DEMAND)
+                if is_whole := await filling:
+                    self._leave_home(entry, tier)
+                return is_whole
         finally:
             if held is not None:
                 self.gpu.unpin(held)
@@ -261,16 +253,30 @@ class Homes:
         async with self._exclusive(entry):
             if entry.is_retired:
                 return
-            if entry.pack is None:
-                async with self._source(entry, Priority.WRITE) as source:
-                    await self._write_pack(entry, source, Priority.WRITE)
+            await self._fill_pack(entry, Priority.WRITE)
             if entry.pack is not None:
                 await self.shelf.sync(entry.pack)
 
-    async def _write_pack(self, entry: Entry, source: Place, priority: Priority) -> bool:
-        """Give an entry a pack of its bytes; False if they changed meanwhile."""
+    async def _fill_host(self, entry: Entry) -> bool:
+        """Give an entry memory with its bytes; False if they changed meanwhile."""
         changes = entry.changes
-        pack = await self.shelf.write(entry.name, entry.layout, source, priority)
+        is_whole = False
+        try:
+            async with self._source(entry, Priority.DEMAND) as source:
+                entry.host = await self._to_host(entry.layout, source)
+            is_whole = entry.changes == changes
+        finally:  # closing the source may fail, or be cancelled, too
+            if not is_whole:
+                self._leave_host(entry)
+        return is_whole
+
+    async def _fill_pack(self, entry: Entry, priority: Priority) -> bool:
+        """Give an entry a pack of its bytes, unless it has one; False if they changed meanwhile."""
+        if entry.pack is not None:
+            return True
+        changes = entry.changes
+        async with self._source(entry, priority) as source:
+            pack = await self.shelf.write(entry.name, entry.layout, source, priority)
         if entry.changes != changes:
             self.shelf.discard(pack)
             return False
