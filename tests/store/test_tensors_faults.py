@@ -302,6 +302,32 @@ def test_a_failed_sync_is_final(tmp_path: Path, kind: str, is_cancelled: bool) -
     run(main())
 
 
+@pytest.mark.parametrize("kind", ["fdatasync", "fsync"])
+@pytest.mark.parametrize("tier", [Tier.GPU, Tier.CPU])
+@pytest.mark.parametrize("then", ["commit", "move"])
+def test_what_is_in_memory_is_written_anew_after_a_failed_sync(
+    tmp_path: Path, kind: str, tier: Tier, then: str
+) -> None:
+    async def main() -> None:
+        backend = QuickFaultyBackend(kinds=(kind,))
+        async with TensorStore.open(config(tmp_path), backend=backend) as store:
+            await store.put("h.0", block(1), tier=tier)
+            backend.fault, backend.at = EIO, backend.counted
+            with pytest.raises(StorageError, match="EIO"):
+                await store.commit()
+            (lost,) = pack_files(tmp_path)
+            if then == "move":
+                await store.move("h.0", Tier.NVME)
+            assert await store.commit() == store.generation >= 0
+            await settled(store)
+            assert lost not in pack_files(tmp_path) == named_files(tmp_path)
+            assert_at_rest(store)
+        async with opened(tmp_path) as store:
+            assert await value_of(store, "h.0") == 1
+
+    run(main())
+
+
 def test_a_failed_prefetch_is_told_once(tmp_path: Path) -> None:
     async def main() -> None:
         backend = FaultyBackend(kinds=("pread",))

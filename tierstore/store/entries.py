@@ -272,6 +272,8 @@ class Homes:
 
     async def _fill_pack(self, entry: Entry, priority: Priority) -> bool:
         """Give an entry a pack of its bytes, unless it has one; False if they changed meanwhile."""
+        if entry.pack is not None and entry.pack.sync_failure is not None and entry.home is not Tier.NVME:
+            self._drop_pack(entry)  # its bytes may be lost, but memory has them
         if entry.pack is not None:
             return True
         changes = entry.changes

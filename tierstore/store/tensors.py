@@ -252,7 +252,8 @@ class TensorStore:
         Returns:
             The number of the generation; that of the last one if nothing has changed since.
         Raises:
-            StorageError: the generation before is there, as after a cancellation.
+            StorageError: the generation before is there, as after a cancellation. After a failed sync the next commit
+                writes again what is in memory; an entry at home on NVMe has to be put again first.
             Timeout: the generation before is there, or this one is, though it is not known to be durable.
         """
         self._owner.check()
