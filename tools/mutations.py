@@ -200,6 +200,15 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_updates.py::test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it", "",
     ),
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
+    Mutation(
+        "the norm of what an update uses up", "store/updates.py UpdatePipeline._apply",
+        "await round_.gradients.measure(group, chunk, gradient)",
+        "train/test_out_of_turn.py::test_what_only_an_earlier_micro_batch_has_brought_counts_in_the_norm",
+    ),
+    Mutation(
+        "an update waits while its gradient is measured", "store/gradients.py Gradients._measure", "state.measuring",
+        "store/test_gradients.py::test_it_is_measured_once_by_the_update_or_the_step", "asyncio.Lock()",
+    ),
     Mutation("lease of a spilled gradient", "store/gradients.py Gradients._deliver_spilled", "lease.free()", POWER_CUT),
     Mutation(
         "lease of a load and of a copy", "io/memory.py Pool.lent", "lease.free()",
@@ -628,6 +637,15 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "few packs are open at once", "store/shelf.py Shelf.__init__", "asyncio.Semaphore(most_packs)",
         "store/test_tensors.py::test_a_store_may_have_more_packs_than_descriptors", "asyncio.Semaphore(10**6)",
+    ),
+    Mutation(
+        "a change on the device while it moves", "store/entries.py Homes._fill_host", "entry.changes == changes",
+        "store/test_tensors_faults.py::test_what_changes_on_the_device_while_it_moves_is_moved_again", "True",
+    ),
+    Mutation(
+        "what is in memory is written anew after a failed sync", "store/entries.py Homes._fill_pack",
+        "self._drop_pack(entry)",
+        "store/test_tensors_faults.py::test_what_is_in_memory_is_written_anew_after_a_failed_sync",
     ),
     never(
         "a pack that is needed is kept", "store/shelf.py Shelf.discard", "if self._is_needed(pack.kind):",

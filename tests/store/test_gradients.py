@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,6 +18,7 @@ from tierstore.device.arithmetic import Piece
 from tierstore.device.streams import Reached, open_device
 from tierstore.io.memory import Arena, Bytes, Pool, aligned_room
 from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels.norms import square_sums
 from tierstore.plan.tiers import place_uniformly
 from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.gradients import Arrival, Gradients
@@ -146,6 +148,48 @@ def test_what_is_staged_makes_way_for_more() -> None:
         await second
         await check_fetched(gradients)
         gradients.let_go(0, 0)
+
+    with_spilled(play)
+
+
+@pytest.mark.parametrize("first", ["the step", "the update"])
+def test_it_is_measured_once_by_the_update_or_the_step(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes second waits: the update must not use up what the step measures."""
+    measured: list[int] = []
+
+    def sums(dtype: str, gradient: Any, out: Any) -> None:
+        measured.append(len(gradient))
+        square_sums(dtype, gradient, out)
+
+    monkeypatch.setattr("tierstore.store.gradients.square_sums", sums)
+
+    async def play(gradients: Gradients, disk: Disk, staging: Pool) -> None:
+        await gradients.accept([arrival(is_final=False)])
+        gradient = await gradients.fetch(0, 0, aligned_room(NBYTES))
+        thread_is_free = threading.Event()
+        gradients._workers.submit(Priority.DEMAND, thread_is_free.wait)
+        ended: list[str] = []
+
+        async def step() -> float:
+            (partials,) = await gradients.take_partials()
+            ended.append("the step")
+            return float(partials.sum())
+
+        async def update() -> None:
+            await gradients.measure(0, 0, gradient)
+            ended.append("the update")
+            gradients.drop(0, 0)
+
+        works = {"the step": step(), "the update": update()}
+        tasks = [asyncio.create_task(works.pop(first)), asyncio.create_task(*works.values())]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert ended == []
+        thread_is_free.set()
+        assert float(np.square(VALUES, dtype=np.float64).sum()) in await asyncio.gather(*tasks)
+        assert measured == [1000]
+        (partials,) = await gradients.take_partials()
+        assert not partials.any()
 
     with_spilled(play)
 

@@ -1129,6 +1129,36 @@ def test_no_sync_may_be_nested(tmp_path: Path) -> None:
         engine.step()
 
 
+class Experts(nn.Module):
+    """Blocks of two experts each; a call asks the same ones of all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(256, 256) for _ in range(2)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, asked: list[int]) -> torch.Tensor:
+        for block in self.blocks:
+            x = sum((block[expert](x) for expert in asked), x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("update", STREAMING)
+def test_what_only_an_earlier_micro_batch_has_brought_counts_in_the_norm(tmp_path: Path, update: str) -> None:
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+    norms: dict[str, list[float | None]] = {update: [], "step": []}
+    for schedule, found in norms.items():
+        gpu, cpu = smallest_budgets(Experts(), nvme=["unused"], update=schedule, chunk_bytes=2**16)
+        tiers = disk(tmp_path / schedule, gpu_memory=gpu, cpu_memory=cpu, chunk_bytes=2**16)
+        with Engine(Experts(), tiers, AdamWConfig(lr=1e-2), update=schedule) as engine:
+            for _ in range(3):
+                with engine.no_sync():
+                    engine.backward(loss_of(engine(x, [1])))
+                engine.backward(loss_of(engine(x, [0])))
+                found.append(engine.step().grad_norm)
+    assert norms[update] == norms["step"]
+
+
 def test_a_closed_engine_says_so(tmp_path: Path) -> None:
     with tight_engine(tmp_path) as engine:
         model = engine.model

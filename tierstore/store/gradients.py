@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class _Chunk:
     Attributes:
         staged: memory that still holds a gradient that is on NVMe already, for the update that has waited for it.
         awaited: the end of the last delivery, if an update waits for that and needs nothing else.
+        measuring: held while a gradient is measured that was not measured on its way: an update that comes meanwhile
+            must not use it up before that has ended.
     """
 
     lease: Lease | None = None
@@ -75,6 +77,7 @@ class _Chunk:
     is_filled: bool = False
     is_measured: bool = False
     last: asyncio.Future[None] | None = None
+    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(slots=True)
@@ -323,24 +326,38 @@ class Gradients:
             partials[:] = 0  # blocks without a gradient in the next step add nothing to its norm
         return taken
 
-    async def _measure(self, group: int, chunk: int, state: _Chunk) -> None:
+    async def measure(self, group: int, chunk: int, gradient: Array) -> None:
+        """Measure what `fetch` has returned, for an update that comes before `take_partials` and will use it up.
+
+        Nearly always it was measured on its way. It was not if the last backward brought nothing of this chunk.
+        """
+        state = self._chunks[group, chunk]
+        if not state.is_measured:
+            await self._measure(group, chunk, state, gradient)
+
+    async def _measure(self, group: int, chunk: int, state: _Chunk, gradient: Array | None = None) -> None:
         dtype, (start, stop) = self._groups[group].dtype, self._placement.chunk(group, chunk)
         partials = self._partials_of(group, start, stop)
 
         def measure(array: Bytes) -> None:
             square_sums(dtype, elements_of(array, dtype, stop - start), partials)
 
-        if group in self._on_gpu:
-            span = self._on_gpu.gradient(group, chunk)
-            await self._on_gpu.collect([Collection(dtype, [], span, is_new=False, out=partials)])
-        elif state.lease is not None:
-            await self._workers.submit(Priority.UPDATE, measure, state.lease.array)
-        else:
-            spill, index = self._need_spill(), self._index(group, chunk)
-            async with self.memory.staging.lent(spill.padded_bytes(index)) as array:
-                await spill.read(index, array, Priority.DEMAND)
-                await self._workers.submit(Priority.UPDATE, measure, array)
-        state.is_measured = True
+        async with state.measuring:
+            if state.is_measured:
+                return
+            if gradient is not None:
+                await self._workers.submit(Priority.UPDATE, square_sums, dtype, gradient, partials)
+            elif group in self._on_gpu:
+                span = self._on_gpu.gradient(group, chunk)
+                await self._on_gpu.collect([Collection(dtype, [], span, is_new=False, out=partials)])
+            elif state.lease is not None:
+                await self._workers.submit(Priority.UPDATE, measure, state.lease.array)
+            else:
+                spill, index = self._need_spill(), self._index(group, chunk)
+                async with self.memory.staging.lent(spill.padded_bytes(index)) as array:
+                    await spill.read(index, array, Priority.DEMAND)
+                    await self._workers.submit(Priority.UPDATE, measure, array)
+            state.is_measured = True
 
     def is_coming(self, group: int, chunk: int) -> bool:
         """Whether a gradient of this chunk was taken off autograd and is on its way."""
@@ -432,7 +449,7 @@ class Gradients:
         if not self.is_spilled(group):
             state.lease = await self.memory.reserve((group, chunk))
             await pack.read(index, state.lease.array, Priority.DEMAND)
-        state.is_filled = True
+        state.is_filled = state.is_measured = True  # by the step that has left it
 
     def drop(self, group: int, chunk: int) -> None:
         """The gradient of this chunk is used up."""

@@ -335,6 +335,8 @@ class UpdatePipeline:
         group, chunk = trip.key
         weights, state, spare = self._bytes.parts(trip)
         gradient = await round_.gradients.fetch(group, chunk, spare) if updates else None
+        if gradient is not None:
+            await round_.gradients.measure(group, chunk, gradient)
         for mark in round_.last_uses(group):
             await self._marks.reached(mark)
         if not any(one.number >= round_.number and not one.reads_weights for one in self._rounds):
