@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -324,6 +325,30 @@ def test_what_is_in_memory_is_written_anew_after_a_failed_sync(
             assert_at_rest(store)
         async with opened(tmp_path) as store:
             assert await value_of(store, "h.0") == 1
+
+    run(main())
+
+
+def test_a_file_that_cannot_be_inspected_now_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1), tier=Tier.NVME)
+            (file,) = pack_files(tmp_path)
+
+            def refusing(call: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
+                if file in str(path):
+                    raise OSError(EIO.errno, "the disk is busy")
+                return call(path, *args, **options)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "stat", functools.partial(refusing, os.stat))
+                patch.setattr(os, "lstat", functools.partial(refusing, os.lstat))
+                await store.delete("h.0")
+                await settled(store)
+            assert pack_files(tmp_path) == [file]
+            await store.commit()  # would raise what nobody has heard of
+        async with opened(tmp_path):
+            assert pack_files(tmp_path) == []
 
     run(main())
 

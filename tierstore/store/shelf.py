@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -324,7 +325,7 @@ class Shelf:
         """Remove these files, as far as they exist. Worker thread."""
         self._directories.lock.check_in_place()
         for path in paths:
-            if path.exists():
+            if os.path.lexists(path):
                 self._io.backend.remove(path)
 
     # --- generations --------------------------------------------------------------------------------------------
