@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,26 @@ from tierstore.apps.codec_samples import read_samples
 from tierstore.cli import app
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
+from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, Rate
 from tierstore.plan.costs import pays_below_bytes_per_s
 from tierstore.plan.placement import Kind
+from tierstore.store.stripes import dealt
 from tierstore.train.engine import Engine
 
 SIZE = 384  # 147,456 weights: three chunks, two of them whole
 
 
-def made_store(path: Path, codec: str, directories: int = 1) -> torch.Tensor:
-    """Trains a layer for a step; returns its weights."""
+def made_store(path: Path, codec: str, shares: Sequence[int] = (1,)) -> torch.Tensor:
+    """Trains a layer for a step, on as many disks as there are shares; returns its weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(SIZE, SIZE, bias=False).bfloat16()
-    nvme = [path, *(path.with_name(f"{path.name}{i}") for i in range(1, directories))]
-    tiers = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", nvme=nvme, codec=codec, chunk_bytes=2**19)
+    nvme = [path, *(path.with_name(f"{path.name}{i}") for i in range(1, len(shares)))]
+    rates = [Rate(share * 1e9, share * 1e9, share * 1e9) for share in shares]
+    rows = [DirectoryRates(str(disk), rate, rate, rate, 2**23, 4, 2**23, 4) for disk, rate in zip(nvme, rates)]
+    table = BandwidthTable(1e9, 1e9, 1e9, 1e10, 1e10, 1e10, 1e9, directories=tuple(rows))
+    tiers = TierConfig(
+        gpu_memory="8MiB", cpu_memory="64MiB", nvme=nvme, codec=codec, chunk_bytes=2**19, bandwidth=table
+    )
     with Engine(model, tiers, AdamWConfig(), update="step") as engine:
         engine.backward(engine(torch.ones(1, SIZE, dtype=torch.bfloat16)).float().square().sum())
         engine.step()
@@ -36,13 +44,17 @@ def made_store(path: Path, codec: str, directories: int = 1) -> torch.Tensor:
         return torch.cat([value.flatten() for value in engine.state_dict().values()])
 
 
-@pytest.mark.parametrize(("codec", "directories"), [("none", 1), ("lz4-bitshuffle", 1), ("zstd-bitshuffle", 2)])
-def test_the_bytes_of_a_store_are_those_that_were_trained(codec: str, directories: int, tmp_path: Path) -> None:
-    weights = made_store(tmp_path / "run", codec, directories)
+@pytest.mark.parametrize(
+    ("codec", "shares"),
+    [("none", (1,)), ("lz4-bitshuffle", (1,)), ("zstd-bitshuffle", (1, 1)), ("none", (4, 1)), ("lz4", (1, 2))],
+)
+def test_the_bytes_of_a_store_are_those_that_were_trained(codec: str, shares: Sequence[int], tmp_path: Path) -> None:
+    weights = made_store(tmp_path / "run", codec, shares)
     samples = {(sample.kind, sample.dtype): sample for sample in read_samples(tmp_path / "run", 2**30)}
     assert set(samples) == {(Kind.WEIGHTS, "bf16"), (Kind.STATE, "bf16")}
     found = [torch.from_numpy(part).view(torch.bfloat16) for part in samples[Kind.WEIGHTS, "bf16"].parts]
-    chunks = weights.bfloat16().split(2**16)[::directories]
+    chunks = weights.bfloat16().split(2**16)
+    chunks = [chunk for chunk, disk in zip(chunks, dealt(len(chunks), shares)) if disk == 0]
     assert len(found) == len(chunks)
     for part, chunk in zip(found, chunks):
         assert torch.equal(part[: chunk.numel()], chunk)

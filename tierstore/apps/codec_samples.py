@@ -18,14 +18,13 @@ from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, ConfigError, StorageError
 from tierstore.io.backend import Backend
 from tierstore.pack.codecs import Bytes, codec_for
-from tierstore.pack.layout import DTYPE_BITS, ChunkSpec, capacity_pack, slot_pack
+from tierstore.pack.layout import DTYPE_BITS
 from tierstore.pack.validate import read_header
 from tierstore.plan.placement import Kind
-from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
+from tierstore.store.layout import recorded_groups
 from tierstore.store.manifest import Generation
 from tierstore.store.manifest_files import Manifests
-from tierstore.store.slots import SLOT_NAMES, ChunkRecord
-from tierstore.store.verification import is_of_tensors
+from tierstore.store.verification import CommittedChunk, chunks_of, is_of_tensors, packs_of
 
 _PIECE_BYTES = 2**22
 
@@ -71,41 +70,40 @@ def read_samples(path: Path, limit_bytes: int) -> list[Sample]:
 
 
 def _of_store(directory: Path, generation: Generation, limit_bytes: int) -> list[Sample]:
+    """Of the chunks that lie in this directory; the others need not be known."""
     layout = generation.layout
     if is_of_tensors(generation):
         raise ConfigError(f"{directory} is a store of tensors, not of training; give the store of an Engine")
-    groups = recorded_groups(layout)
-    samples: dict[tuple[Kind, str], Sample] = {}
-    for kind in Kind:
-        records = generation.records.get(kind.value, ())
-        codec = recorded_codecs(layout)[kind].codec
-        # Chunks go to the directories in turn; the first directory has the manifests.
-        chunks = chunk_specs(kind, groups, layout["chunk_elements"])[:: layout["directories"]]
-        dtypes = [group.dtype for group in groups for _ in chunk_specs(kind, [group], layout["chunk_elements"])]
-        spans = (slot_pack if codec is Codec.NONE else capacity_pack)(chunks).spans
-        rows = zip(chunks, dtypes[:: layout["directories"]], records[:: layout["directories"]])
-        found = [
-            (chunk, spans[chunk.name], dtype, record)
-            for chunk, dtype, record in rows
-            if record is not None and chunk.item_bytes > 1  # frozen parameters have a byte in place of state
-        ]
-        for dtype in dict.fromkeys(dtypes):
-            own = [row for row in found if row[2] == dtype]
-            for chunk, span, _, record in _spread(own, limit_bytes, lambda row: row[1].padded_bytes):
-                sample = samples.setdefault((kind, dtype), Sample(kind, dtype, chunk.item_bytes))
-                file = directory / f"{kind.value}.{SLOT_NAMES[record.slot]}.safetensors"
-                sample.parts.append(_chunk(file, chunk, span.offset, span.padded_bytes, record, codec))
-    return list(samples.values())
+    dtypes = {group.name: group.dtype for group in recorded_groups(layout)}
+    # The manifests are in the first directory; what is named here is never opened.
+    others = [directory / "not given"] * (layout["directories"] - 1)
+    packs = packs_of(generation, [directory, *others])
+    samples = []
+    for kind in (kind for kind in Kind if kind.value in packs):
+        pack = packs[kind.value]
+        item_bytes = {spec.name: spec.item_bytes for spec in pack.specs}
+        found: dict[str, list[CommittedChunk]] = {}
+        for chunk in chunks_of(generation, {kind.value: pack}):
+            if chunk.path.parent == directory and item_bytes[chunk.name] > 1:  # frozen parameters have a byte of state
+                found.setdefault(dtypes[chunk.group], []).append(chunk)
+        for dtype, chunks in found.items():
+            sample = Sample(kind, dtype, item_bytes[chunks[0].name])
+            spread = _spread(chunks, limit_bytes, lambda chunk: chunk.padded_bytes)
+            sample.parts.extend(_chunk(chunk, pack.codec, sample.item_bytes) for chunk in spread)
+            samples.append(sample)
+    return samples
 
 
-def _chunk(path: Path, chunk: ChunkSpec, offset: int, size_bytes: int, record: ChunkRecord, codec: Codec) -> Bytes:
-    stored = _read(path, offset, min(record.stored_bytes, size_bytes))
-    if record.checksum_of(stored) != record.checksum:
-        raise ChecksumMismatch(f"damaged, or just being written: chunk {chunk.name} at offset {offset} of {path}")
-    if stored.size == size_bytes:
+def _chunk(chunk: CommittedChunk, codec: Codec, item_bytes: int) -> Bytes:
+    stored = _read(chunk.path, chunk.offset, min(chunk.stored_bytes, chunk.padded_bytes))
+    if chunk.record.checksum_of(stored) != chunk.record.checksum:
+        raise ChecksumMismatch(
+            f"damaged, or just being written: chunk {chunk.name} at offset {chunk.offset} of {chunk.path}"
+        )
+    if stored.size == chunk.padded_bytes:
         return stored
-    raw = np.empty(size_bytes, np.uint8)
-    codec_for(codec, chunk.item_bytes).decode(stored, raw)
+    raw = np.empty(chunk.padded_bytes, np.uint8)
+    codec_for(codec, item_bytes).decode(stored, raw)
     return raw
 
 
