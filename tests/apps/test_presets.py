@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +45,41 @@ def test_dropout_is_what_is_asked_everywhere() -> None:
         model = presets.build(configuration, Precision.FP32)
     assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
     assert presets.prepare(presets.preset_configuration(Preset.P124M), dropout=0.0).resid_pdrop == 0.0
+
+
+TINY = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 32, "max_position_embeddings": 40}  # fmt: skip
+OTHER_NAMES: list[dict[str, Any]] = [
+    TINY | {"model_type": "biogpt"},
+    TINY | {"model_type": "bert", "is_decoder": True},
+    TINY | {"model_type": "roberta", "is_decoder": True, "attention_probs_dropout_prob": 0.2},
+    TINY | {"model_type": "gpt_neo", "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+    {"model_type": "mpt", "vocab_size": 256, "d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 32},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", OTHER_NAMES, ids=lambda values: values["model_type"])
+def test_dropout_is_found_by_the_many_names_that_it_has(tmp_path: Path, values: dict[str, Any]) -> None:
+    given = presets.file_configuration(_write(tmp_path / "config.json", values))
+    tokens = torch.arange(8)[None]
+
+    def trained(dropout: float) -> tuple[set[float], set[float]]:
+        """The rates in the model, and what it computes twice."""
+        model = presets.build(presets.prepare(copy.deepcopy(given), dropout=dropout), Precision.FP32).train()
+        rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+        return rates, {model(input_ids=tokens, labels=tokens).loss.item() for _ in range(2)}
+
+    rates, found = trained(0.0)
+    assert (rates | {0.0}, len(found)) == ({0.0}, 1)
+    rates, found = trained(0.25)
+    assert (rates | {0.25}, len(found)) == ({0.25}, 2)
+
+
+def test_only_rates_are_set_to_the_dropout() -> None:
+    configuration = presets.preset_configuration(Preset.P25M)
+    configuration.classifier_dropout, configuration.has_dropout, configuration.layerdrop = None, True, 0.1
+    presets.prepare(configuration, dropout=0.25)
+    assert (configuration.classifier_dropout, configuration.has_dropout, configuration.layerdrop) == (None, True, 0.1)
 
 
 def test_any_causal_lm_configuration(tmp_path: Path) -> None:

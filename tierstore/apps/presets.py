@@ -23,10 +23,6 @@ from tierstore.garbage import loading
 
 _TORCH_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
-# The names of the same setting in different architectures. Absent names are left alone.
-_DROPOUT_NAMES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout",
-                  "dropout_rate", "activation_dropout", "residual_dropout", "embedding_dropout")  # fmt: skip
-
 
 def preset_configuration(preset: Preset) -> Any:
     """The `transformers` configuration of a preset."""
@@ -63,12 +59,23 @@ def file_configuration(path: Path) -> Any:
 
 def prepare(configuration: Any, *, dropout: float) -> Any:
     """Sets what training needs on a configuration: the dropout everywhere, no cache for generation; returns it."""
-    for name in _DROPOUT_NAMES:
-        if isinstance(getattr(configuration, name, None), (int, float)):
-            setattr(configuration, name, dropout)
+    _set_dropout(configuration, dropout)
     configuration.use_cache = False
     configuration.loss_type = "ForCausalLM"
     return configuration
+
+
+def _set_dropout(configuration: Any, dropout: float) -> None:
+    """Set every rate of dropout, also in the configurations of parts; each architecture names its rates differently.
+
+    Those of whole layers ("layerdrop") stay.
+    """
+    values = vars(configuration)
+    for name, value in values.items():
+        if hasattr(value, "get_text_config"):
+            _set_dropout(value, dropout)
+        elif ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float):
+            values[name] = dropout  # not by setattr: some configurations declare that a rate is an int
 
 
 def build(configuration: Any, precision: Precision) -> nn.Module:
