@@ -5,6 +5,7 @@
 unset PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONDONTWRITEBYTECODE VIRTUAL_ENV
 export PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0
 venv=${TIERSTORE_VENV:-$root/.venv}
+case $venv in /*) ;; *) venv=$PWD/$venv ;; esac  # it is also used from other directories
 python=$venv/bin/python
 
 say() { printf '%s\n' "$*"; }

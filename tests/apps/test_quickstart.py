@@ -29,11 +29,13 @@ def quickstart(tmp_path: Path) -> Quickstart:
     stamp = f'root={ROOT}; . "$root/tools/environment.sh"; stamp_text transformers >{tmp_path}/.tierstore-transformers'
     subprocess.run(["bash", "-c", stamp], check=True)
 
-    def run(*arguments: str, status: int = 0) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(
+        *arguments: str, status: int = 0, environment: Path = tmp_path
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         (tmp_path / "status").write_text(str(status))
         result = subprocess.run(
             ["bash", str(ROOT / "tools/quickstart.sh"), *arguments], capture_output=True, text=True, timeout=60,
-            env={"PATH": "/usr/bin:/bin", "TIERSTORE_VENV": str(tmp_path)},
+            cwd=tmp_path.parent, env={"PATH": "/usr/bin:/bin", "TIERSTORE_VENV": str(environment)},
         )  # fmt: skip
         given = tmp_path / "arguments"
         return result, given.read_text().splitlines() if given.exists() else []
@@ -63,6 +65,11 @@ def test_a_store_is_the_only_one_wherever_it_stands(quickstart: Quickstart, argu
     assert values(given, "--nvme") == ["kept"]
     assert "--store" not in given
     assert "removed" not in result.stdout
+
+
+def test_the_environment_may_be_named_from_the_current_directory(quickstart: Quickstart, tmp_path: Path) -> None:
+    result, given = quickstart("--store", "kept", environment=Path(tmp_path.name))
+    assert (result.returncode, result.stderr, values(given, "--nvme")) == (0, "", ["kept"])
 
 
 def test_several_disks_stay_several(quickstart: Quickstart) -> None:
