@@ -26,6 +26,7 @@ from tierstore.config import Codec, Tier, TierConfig
 from tierstore.errors import ChecksumMismatch, StorageError, Timeout
 from tierstore.io import files, watch
 from tierstore.io.backend import Backend
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
 
@@ -132,6 +133,31 @@ def test_a_generation_that_is_overwritten_meanwhile_is_not_damaged(
     monkeypatch.setattr(verify, "_verify_last", lambda *_: next(found))
     result = CliRunner().invoke(app, ["verify", str(tmp_path)], env=WIDE)
     assert (result.exit_code, said in " ".join(result.output.split())) == (exit_code, True), result.output
+
+
+def test_a_generation_that_is_removed_while_its_manifest_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store([tmp_path / "run"], Codec.NONE)
+    manifests, really = Manifests(tmp_path / "run", Backend()), Manifests.manifest_here
+    for path in (manifests.manifest_path(2), manifests.captured_path(2)):
+        path.rename(tmp_path / path.name)
+
+    def reads(self: Manifests, number: int) -> dict[str, Any]:
+        body = really(self, number)
+        if number == 1:  # the run goes on: it publishes a generation, and removes this one
+            for path in (manifests.captured_path(2), manifests.manifest_path(2)):
+                (tmp_path / path.name).rename(path)
+            for path in (manifests.manifest_path(1), manifests.captured_path(1)):
+                path.unlink()
+        return body
+
+    monkeypatch.setattr(Manifests, "manifest_here", reads)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "run"), "--memory", "1TiB"], env=WIDE)
+    assert (result.exit_code, "generation 2: all as written" in result.output) == (0, True), result.output
+    manifests.captured_path(2).unlink()
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "run"), "--memory", "1TiB"], env=WIDE)
+    assert (result.exit_code, f"{manifests.captured_path(2)} is missing" in result.output) == (1, True), result.output
 
 
 async def put(tmp_path: Path, **options: Any) -> None:

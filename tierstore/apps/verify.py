@@ -108,10 +108,10 @@ def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, at
         newest = attended.call(numbers)[0]
         try:
             verdict, number = _verify_last(paths, memory_bytes, console, attended)
-        except StorageError:
+        except (StorageError, FormatError):
             if newest in attended.call(numbers):
                 raise
-            continue  # its manifest was removed meanwhile
+            continue  # it was removed meanwhile, maybe between its two files
         if not verdict.damages or number in attended.call(numbers)[:1]:
             return verdict
     raise StoreLocked(
