@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tierstore.apps.files import write_object
 from tierstore.apps.output_files import check_outputs
 from tierstore.cli import app
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
+from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.train.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint, its pack, a store, a model's configuration, links to the first two, and a link to itself."""
+    """A checkpoint, its pack, a store, a model's configuration, rates, links to the first two, and one to itself."""
     monkeypatch.chdir(tmp_path)
     save_file({"h.0.w": torch.ones(10, 10)}, "model")
     save_file({"h.0.w": torch.ones(10, 10)}, "m.safetensors")
@@ -37,6 +39,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file({"h.0.w": torch.ones(10, 10)}, "folder/model.safetensors")
     Path("folder/config.json").write_text('{"model_type": "gpt2"}')
     Path("config").write_text('{"model_type": "gpt2"}')
+    write_object(Path("rates"), BandwidthTable(1e9, 1e9, 1e9, 1e10, 1e10, 1e10, 1e9).to_json(), "--json")
     Path("link").symlink_to("p")
     Path("other").symlink_to("m.safetensors")
     Path("loop").symlink_to("loop")
@@ -59,6 +62,9 @@ def content(folder: Path) -> dict[Path, bytes]:
         ("pack m.safetensors new.safetensors --json m.safetensors", "is what this command itself reads or makes"),
         ("pack m.safetensors new.safetensors --json new.safetensors", "is what this command itself reads or makes"),
         ("unpack p new --json new", "is what this command itself reads or makes"),
+        ("simulate step --bandwidth rates --json rates", "is what this command itself reads or makes"),
+        ("tune --checkpoint folder --bandwidth rates --json folder/config.json", "is what this command itself reads"),
+        ("tune --checkpoint folder --bandwidth rates --write folder/config.json", "is what this command itself reads"),
         ("verify p --json m.safetensors", "--json m.safetensors has the name of a checkpoint"),
         ("verify p --json other", "--json other has the name of a checkpoint"),
         ("verify p --json model.safetensors.index.json", "has the name of a checkpoint"),

@@ -119,17 +119,18 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         BudgetError, ConfigError, FormatError, StorageError: a file, a budget or the model cannot be used.
     """
     files = {name: getattr(options, name) for name in ("save_record", "write", "plot", "json")}
-    check_outputs([options.record, options.train.config, options.train.bandwidth], **files)
-    if options.record is None or options.measure or options.train.bandwidth is None:
-        for directory in options.train.nvme:
+    train = options.train
+    check_outputs([options.record, train.config, train.checkpoint, train.bandwidth], **files)
+    if options.record is None or options.measure or train.bandwidth is None:
+        for directory in train.nvme:
             check_directory("nvme", directory)
     found = _recorded(options, say)
-    if options.train.bandwidth is None:
+    if train.bandwidth is None:
         say("measuring the rates of this machine")
     seen = [rates()]
     if options.record is None:
         say("running steps on paper")
-    record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(options.train), seen[0])
+    record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(train), seen[0])
     tuning = _tune(options, record, seen[0])
     measured: Mapping[int, Measured] = {}
     if options.measure:

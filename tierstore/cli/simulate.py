@@ -63,11 +63,13 @@ def step(
     with told(debug), interruptible("interrupted"):
         from tierstore.apps.buckets import parse_layers
         from tierstore.apps.console import Console
+        from tierstore.apps.output_files import check_outputs
         from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, save, verdict
         from tierstore.io.table_file import read_table
 
         disks, between_ranks = tuple(map(float, disk or [10**9])), 1e10 if gather is None else float(gather)
         if bandwidth is not None:
+            check_outputs([bandwidth], json=json, plot=plot)
             table = read_table(bandwidth)
             disks = disks if disk else (table.read_bytes_per_s,)
             if gather is None and table.collective is not None:
