@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint, its pack, a store, a model's configuration, rates, links to the first two, and one to itself."""
+    """A checkpoint, its pack, a store, a configuration, rates; links to the first two, to itself and to nothing."""
     monkeypatch.chdir(tmp_path)
     save_file({"h.0.w": torch.ones(10, 10)}, "model")
     save_file({"h.0.w": torch.ones(10, 10)}, "m.safetensors")
@@ -43,6 +43,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("link").symlink_to("p")
     Path("other").symlink_to("m.safetensors")
     Path("loop").symlink_to("loop")
+    Path("dangling").symlink_to("away/file")
     return tmp_path
 
 
@@ -79,6 +80,7 @@ def content(folder: Path) -> dict[Path, bytes]:
         ("verify p --json M.SAFETENSORS", "has the name of a checkpoint"),
         ("train --nvme new --trace store/weights.a.safetensors", "has the name of a checkpoint"),
         ("train --trace loop", "cannot write --trace loop"),
+        ("verify p --json dangling", "cannot write --json dangling: its directory is missing or not writable"),
         ("delete loop", "loop is a link to "),
         ("verify p --json -", "cannot write --json -: standard output is for what is shown; give the name of a file"),
         ("unpack p -", "nothing is read from or written to a pipe"),

@@ -81,7 +81,7 @@ def check_writable(name: str, path: Path) -> None:
         raise ConfigError(f"cannot write --{name} -: standard output is for what is shown; give the name of a file")
     if os.path.islink(os.path.realpath(path)):
         raise ConfigError(f"cannot write --{name} {path}: the link leads back to itself")
-    parent = path.absolute().parent
+    parent = os.path.dirname(os.path.realpath(path))
     # Not by methods of Path, which raise where access is denied.
     is_there = os.path.exists(path)
     is_writable = os.access(path, os.W_OK) if is_there else os.path.isdir(parent) and os.access(parent, os.W_OK)
