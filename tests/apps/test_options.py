@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tierstore.apps.options import Preset, TrainOptions, options_of_object
-from tierstore.config import Durability, Resume
+from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
+from tierstore.config import Durability, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
 
 
@@ -27,6 +27,10 @@ from tierstore.errors import ConfigError
         ({"seed": 2**63}, "--seed must be at most 9223372036854775807, not 9223372036854775808"),
         ({"threads": 100000}, "--threads must be at most 1024, not 100000"),
         ({"workers": 100000}, "--workers must be at most 1024, not 100000"),
+        ({"update": UpdateSchedule.BACKWARD}, "--update backward applies gradients too early for clipping or fp16"),
+        ({"update": UpdateSchedule.BACKWARD, "clip": 0.0, "dtype": Precision.FP16}, "give --clip 0 and another"),
+        ({"update": UpdateSchedule.SPECULATIVE}, "needs --nvme DIR, --commit-every 1 and --durability commit"),
+        ({"update": UpdateSchedule.SPECULATIVE, "nvme": (Path("x"),), "commit_every": 2}, "needs --nvme DIR, --com"),
         ({"resume": Resume.MUST}, "--resume must needs the store to resume from: give its --nvme DIR"),
     ],
 )

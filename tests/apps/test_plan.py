@@ -442,6 +442,8 @@ def test_nothing_fits_and_why() -> None:
         (["--params", "1e30"], "give --params from 1e6 to 1e16"),
         (["--params", "7e9", "--gpu-memory", "8GX"], "not a size: '8GX'"),
         (["--config", "no/such.json"], "cannot read the configuration no/such.json"),
+        (["--params", "7e9", "--update", "speculative", "--commit-every", "50"], "needs disks and --commit-every 1"),
+        (["--params", "7e9", "--update", "speculative", "--nvme-capacity", "0"], "needs disks and --commit-every 1"),
         (["--params", "7e9", "--write", "x"], "--write belongs to --deepspeed"),
     ],
 )

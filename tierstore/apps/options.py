@@ -144,6 +144,16 @@ class TrainOptions:
                 raise ConfigError(f"{as_option(name)} must be a number that is not negative, not {value}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        if self.update is UpdateSchedule.BACKWARD and self.needs_norm:
+            raise ConfigError(
+                "--update backward applies gradients too early for clipping or fp16 loss scaling: give "
+                "--clip 0 and another --dtype, or --update forward or speculative"
+            )
+        if self.update is UpdateSchedule.SPECULATIVE and not self.can_go_back:
+            raise ConfigError(
+                "--update speculative goes back to the last committed step: it needs --nvme DIR, --commit-every 1 and "
+                "--durability commit"
+            )
         if not self.nvme and self.resume in (Resume.MUST, Resume.PREVIOUS):
             raise ConfigError(f"--resume {self.resume.value} needs the store to resume from: give its --nvme DIR")
         if self.snapshot_every is not None and not self.commits:

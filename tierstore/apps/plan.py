@@ -170,6 +170,10 @@ def situation_of(asked: PlanOptions) -> Situation:
     """The model, the machines and how they share the model, as the options say."""
     shape = model_of(asked)
     node, nodes = _node(asked)
+    if asked.update is UpdateSchedule.SPECULATIVE and not (asked.commit_every == 1 and node.nvme_bytes):
+        raise ConfigError(
+            "--update speculative goes back to the last committed step: it needs disks and --commit-every 1"
+        )
     layout = Layout(nodes, node.gpus, asked.tensor_parallel, asked.pipeline_parallel, asked.zero)
     batch = layout.data if asked.batch is None else asked.batch
     if batch % layout.data:

@@ -75,11 +75,6 @@ class TuneOptions:
             raise ConfigError("a step of several micro-batches is not predicted: tune without --accumulate")
         if self.train.update is UpdateSchedule.DELAYED:
             raise ConfigError("--update delayed, a step late, is not predicted: tune with another --update")
-        if self.train.update is UpdateSchedule.BACKWARD and self.train.needs_norm:  # as `train` would
-            raise ConfigError(
-                "--update backward applies gradients too early for clipping or fp16 loss scaling: give "
-                "--clip 0 and another --dtype, or --update forward or speculative"
-            )
         if wrong := [depth for depth in self.depths if depth not in DEPTHS]:
             raise ConfigError(f"--depth is 0 to {DEPTHS[-1]}, the depths that are predicted, not {wrong[0]}")
         if self.rounds < 1 or self.steps < 2:
