@@ -9,16 +9,14 @@ import pytest
 from torch import nn
 
 import tierstore
-from tierstore.apps.launch import Launch
-from tierstore.apps.options import TrainOptions
-from tierstore.cores import available_cores, update_threads
+from tierstore.cores import available_cores, share_of_cores, update_threads
 from tierstore.io.workers import WorkerPool
 
 
 def test_cores_that_other_processes_have_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
     assert (available_cores(), update_threads()) == (3, 3)
-    assert Launch(local_count=3, count=3).options(TrainOptions(batch=3, zero=1)).threads == 1
+    assert (share_of_cores(2), share_of_cores(3), share_of_cores(4)) == (1, 1, 1)
 
 
 def test_of_many_cores_two_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

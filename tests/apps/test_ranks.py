@@ -34,7 +34,6 @@ from tierstore.apps.launch import Launch
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.stopping import StopRequest
 from tierstore.cli import app
-from tierstore.cores import available_cores
 from tierstore.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +200,6 @@ def test_a_rank_knows_its_place() -> None:
     launch = Launch.of(RANKS)
     assert launch == Launch(1, 4, 1, 2)
     assert launch.options(TrainOptions(device="cuda", threads=3)).device == "cuda:1"
-    assert launch.options(TrainOptions()).threads == max(1, available_cores() // 2)
     assert Launch.of({}) == Launch.of({"RANK": "0"}) == Launch()
     assert Launch().options(TrainOptions(batch=3)) == TrainOptions(batch=3)
     with pytest.raises(ConfigError, match=r"RANK=one, WORLD_SIZE=4, LOCAL_RANK=1.*start several ranks with torchrun"):

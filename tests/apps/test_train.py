@@ -23,6 +23,8 @@ from rich.console import Console
 
 from tierstore.apps import assembly
 from tierstore.apps import train as application
+from tierstore.apps.crew import Crew
+from tierstore.apps.launch import Launch
 from tierstore.apps.metrics import StepLog
 from tierstore.apps.options import FreedMemory, Precision, TrainOptions
 from tierstore.apps.outputs import write_configuration
@@ -72,7 +74,9 @@ def options(tmp_path: Path) -> Callable[..., TrainOptions]:
     return make
 
 
-def run(options: TrainOptions, store: FakeStore | None = None, **fake: Any) -> tuple[Any, FakeEngine, str]:
+def run(
+    options: TrainOptions, store: FakeStore | None = None, crew: Crew | None = None, **fake: Any
+) -> tuple[Any, FakeEngine, str]:
     """Outcome, engine and output of one run with the fake engine; leaving at once raises `Killed`."""
     engines: list[FakeEngine] = []
 
@@ -82,7 +86,7 @@ def run(options: TrainOptions, store: FakeStore | None = None, **fake: Any) -> t
 
     output = io.StringIO()
     with StopRequest(leave=_killed) as stop:
-        outcome = application.train(options, Reporter(Console(file=output, width=100)), make_engine, stop)
+        outcome = application.train(options, Reporter(Console(file=output, width=100)), make_engine, stop, crew)
     return outcome, engines[0], output.getvalue()
 
 
@@ -489,6 +493,24 @@ def test_what_the_engine_is_given(options: Callable[..., TrainOptions]) -> None:
     assert arguments["tiers"].update_threads == 1
     assert arguments["commit_every"] == 3
     assert set(arguments["registered"]) == {"data", "recipe"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "given", "of_torch", "of_adam"),
+    [(1, 64, None, [], 16), (2, 64, None, [32], 16), (2, 24, None, [12], 10), (4, 3, None, [1], 1),
+     (2, 64, 32, [32], 32), (1, 64, 100, [100], 64)],
+)  # fmt: skip
+def test_ranks_share_the_cores(
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int, given: int | None,
+    of_torch: list[int], of_adam: int,
+) -> None:  # fmt: skip
+    threads: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    launch = Launch(0, ranks, 0, ranks)
+    asked = launch.options(options(threads=given, steps=1, batch=ranks, evaluate=0))
+    _, engine, _ = run(asked, crew=Crew(launch))
+    assert (threads, engine.arguments["tiers"].update_threads) == (of_torch, of_adam)
 
 
 def test_an_empty_evaluation_is_left_out(options: Callable[..., TrainOptions]) -> None:

@@ -21,6 +21,7 @@ from tierstore.apps.data import Batches, Corpus, read_corpus
 from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.config import AdamWConfig, MicroBatchSchedule, TierConfig
+from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.filling import Source
@@ -83,12 +84,12 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """The arguments of a run's engine."""
     crew = crew or Crew()
-    update_threads = None if options.threads is None else min(options.threads, _MOST_UPDATE_THREADS)
+    threads = min(update_threads(options.threads, crew.launch.local_count), _MOST_UPDATE_THREADS)
     return {
         "model": parts.model,
         "tiers": TierConfig(
             device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
-            nvme=options.nvme, codec=options.codec, update_threads=update_threads, bandwidth=options.bandwidth,
+            nvme=options.nvme, codec=options.codec, update_threads=threads, bandwidth=options.bandwidth,
             prefetch_depth=options.prefetch_depth, chunk_bytes=options.chunk,
             accumulation_steps=1 if options.micro_batches is MicroBatchSchedule.VERTICAL else options.accumulate,
         ),

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tierstore.apps.options import TrainOptions
-from tierstore.cores import available_cores
 from tierstore.errors import ConfigError
 
 
@@ -57,7 +56,7 @@ class Launch:
             raise ConfigError(f"the launcher's variables say {found}: start several ranks with torchrun") from None
 
     def options(self, given: TrainOptions) -> TrainOptions:
-        """The options of this rank: its GPU, and its share of the cores.
+        """The options of this rank: its GPU.
 
         Raises:
             ConfigError: the options cannot work with so many ranks.
@@ -80,6 +79,4 @@ class Launch:
         elif given.device != "cpu" and self.local_count > 1:
             raise ConfigError(f"{self.local_count} ranks cannot share --device {given.device}: give --device cuda, "
                               "and each takes the GPU of its local rank")  # fmt: skip
-        if given.threads is None:
-            given = replace(given, threads=max(1, available_cores() // self.local_count))
         return given

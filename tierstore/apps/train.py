@@ -36,6 +36,7 @@ from tierstore.apps.stopping import StopRequest
 from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
+from tierstore.cores import share_of_cores
 from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, UnusedOptionWarning
 from tierstore.store.snapshots import snapshot_directories
 from tierstore.trace import Tracer
@@ -89,8 +90,8 @@ def train(
         take_short_turns(options.device)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UnusedOptionWarning)  # the recipe says so, by the names of the options
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
+        if options.threads is not None or crew.count > 1:  # of torchrun each rank has one
+            torch.set_num_threads(options.threads or share_of_cores(crew.launch.local_count))
         return assemble(options, crew)
 
     is_told = crew.leads and options.resume is not Resume.PREVIOUS  # whose own error says what to do
