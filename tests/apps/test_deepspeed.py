@@ -236,7 +236,8 @@ def test_a_file_that_is_not_json(text: str, tmp_path: Path) -> None:
 
 def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, written = tmp_path / "ds_config.json", tmp_path / "tierstore.json"
-    given.write_text(json.dumps(FULL))
+    many_digits = {"gradient_clipping": 1 / 3, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4 / 3}}}
+    given.write_text(json.dumps(FULL | many_digits))
     arguments = ["plan", "--deepspeed", str(given), "--gpus", "8", "--cpu-memory", "80GB", "--write", str(written)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

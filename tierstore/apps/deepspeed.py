@@ -67,7 +67,7 @@ class Translation:
         words = ["tierstore", "train"]
         for name, value in self.train.items():
             for one in value if isinstance(value, list) else [value]:
-                words += [as_option(name), f"{one:g}" if isinstance(one, float) else str(one)]
+                words += [as_option(name), str(one)]
         return shlex.join(words)
 
 
