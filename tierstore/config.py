@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from tierstore.cores import MOST_UPDATE_THREADS
 from tierstore.errors import ConfigError, advice_on
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
@@ -271,7 +272,7 @@ class TierConfig(_Model):
     codec: Codec = Codec.NONE
     chunk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=2**16, le=2**25)] | None = None
     io_threads: Annotated[int, Field(ge=1, le=64)] = 4
-    update_threads: Annotated[int, Field(ge=1, le=64)] | None = None
+    update_threads: Annotated[int, Field(ge=1, le=MOST_UPDATE_THREADS)] | None = None
     prefetch_depth: Annotated[int, Field(ge=0, le=64)] | None = None
     bandwidth: Rates | None = None
     accumulation_steps: Annotated[int, Field(ge=1, le=2**40)] = 1

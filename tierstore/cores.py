@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 
-_FEW_CORES, _MOST_UPDATE_THREADS = 8, 16
+_FEW_CORES, _MANY_CORES = 8, 16
+MOST_UPDATE_THREADS = 64
+"""The largest `update_threads` of a `TierConfig`."""
 
 
 def available_cores() -> int:
@@ -30,4 +32,4 @@ def update_threads(wish: int | None = None, processes: int = 1) -> int:
     (one H200, 16 cores, 2026-11-29).
     """
     cores = share_of_cores(processes)
-    return wish or min(cores, max(_FEW_CORES, cores - 2), _MOST_UPDATE_THREADS)
+    return wish or min(cores, max(_FEW_CORES, cores - 2), _MANY_CORES)

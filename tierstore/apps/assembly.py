@@ -21,14 +21,13 @@ from tierstore.apps.data import Batches, Corpus, read_corpus
 from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.config import AdamWConfig, MicroBatchSchedule, TierConfig
-from tierstore.cores import update_threads
+from tierstore.cores import MOST_UPDATE_THREADS, update_threads
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.filling import Source
 from tierstore.train.materialize import deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
-_MOST_UPDATE_THREADS = 64  # the limit of TierConfig
 _SMALLEST_VOCABULARY = 256  # one id per byte
 
 
@@ -84,7 +83,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """The arguments of a run's engine."""
     crew = crew or Crew()
-    threads = min(update_threads(options.threads, crew.launch.local_count), _MOST_UPDATE_THREADS)
+    threads = min(update_threads(options.threads, crew.launch.local_count), MOST_UPDATE_THREADS)
     return {
         "model": parts.model,
         "tiers": TierConfig(

@@ -20,7 +20,7 @@ from tierstore.apps.heap import prepare_heap
 from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.output_files import check_directory, check_outputs
 from tierstore.config import TierConfig, UpdateSchedule
-from tierstore.cores import update_threads
+from tierstore.cores import MOST_UPDATE_THREADS, update_threads
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.table_file import read_table
 from tierstore.plan.bandwidth import PAIRS, RATE_NAMES, BandwidthTable
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
 _NEVER_CLIPPED = 1e30
-_MOST_UPDATE_THREADS = 64  # the limit of TierConfig
 _OF_UPDATE_THREADS = ("adam_elements_per_s", "adam_fp32_elements_per_s", "norm_elements_per_s")
 _OF = "of"
 """Key in a recorded step's file: the model and options that the step was recorded with."""
@@ -189,7 +188,7 @@ def machine_of(table: BandwidthTable, train: TrainOptions) -> Machine:
     """The machine as the engine of this run will use it; the CPU optimizer was measured with `update_threads()`."""
     io_threads = TierConfig().io_threads * max(1, len(train.nvme))
     slower = {pair: table.slowdown(*pair) for pair in PAIRS}
-    threads = min(update_threads(train.threads), _MOST_UPDATE_THREADS)
+    threads = min(update_threads(train.threads), MOST_UPDATE_THREADS)
     share = min(1.0, threads / update_threads())
     rates = {name: share * rate for name in _OF_UPDATE_THREADS if (rate := getattr(table, name)) is not None}
     return Machine(replace(table, **rates), io_threads, threads, slower)
