@@ -192,6 +192,21 @@ def test_buffers_tied_names_and_extras(tied: str, tmp_path: Path) -> None:
     assert source.unexpected == ("extra",)
 
 
+@pytest.mark.parametrize("when", ["before it is looked at", "after"])
+def test_a_model_that_is_converted_gets_its_buffers_all_the_same(when: str, tmp_path: Path) -> None:
+    """Converting a model makes new buffers in place of those that the source has seen."""
+    state = {name: value.contiguous().clone() for name, value in plain_state().items()}
+    save_file(state, tmp_path / SINGLE)
+    model, source = deferred(Plain, checkpoint=tmp_path)
+    if when == "after":
+        source.names()
+    model.bfloat16()
+    assert {piece.name for piece in source.stream()} == {name for name, _ in model.named_parameters()}
+    found = model.get_buffer("table")
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, state["table"].bfloat16())
+
+
 def test_a_tied_weight_stored_twice_is_taken_under_its_own_name(tmp_path: Path) -> None:
     state = {name: value.contiguous().clone() for name, value in plain_state().items()}
     save_file(state | {"head.weight": torch.zeros(7, 5)}, tmp_path / SINGLE)

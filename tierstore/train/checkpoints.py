@@ -74,8 +74,8 @@ class CheckpointSource(BuiltSource):
         self._rest = rest
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._canonical = {alias: names[held] for alias, held in model.named_parameters(remove_duplicate=False)}
-        self._buffers = persistent_buffers(model)
-        tensors = {name: parameter for parameter, name in names.items()} | self._buffers
+        # No buffer itself is kept: converting the model, as by `model.bfloat16()`, makes new ones.
+        tensors = {name: parameter for parameter, name in names.items()} | persistent_buffers(model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._floating = {name for name, tensor in tensors.items() if _is_float(tensor.dtype)}
 
@@ -111,9 +111,10 @@ class CheckpointSource(BuiltSource):
             told.append(f"lacks {listed(plan.missing)}: as the model is built")
         if told:
             warn_caller(f"the checkpoint in {self._directory} {'; and '.join(told)}", CheckpointWarning)
+        buffers = persistent_buffers(self._model)
         with contextlib.closing(CheckpointFiles()) as files:
             for name, tensor in plan.direct:
-                yield from self._deliver(name, files.pieces(tensor))
+                yield from self._deliver(buffers, name, files.pieces(tensor))
             for recipe in plan.converted:
                 cooked = recipe.cook(self._model, lambda name: files.whole(plan.stored[name]))
                 for target in recipe.targets:
@@ -123,7 +124,7 @@ class CheckpointSource(BuiltSource):
                         raise self._misfit([f"{name}: {shape} converted, {list(self._shapes[name])} in the model"])
                     if name in self._floating and not _is_float(values.dtype):
                         raise self._misfit([f"{name}: {values.dtype} converted, and {_QUANTIZED}"])
-                    yield from self._deliver(name, in_pieces(values.reshape(-1)))
+                    yield from self._deliver(buffers, name, in_pieces(values.reshape(-1)))
         if plan.missing and self._rest is not None:
             yield from self._rest(plan.missing)
 
@@ -132,7 +133,7 @@ class CheckpointSource(BuiltSource):
         stored = stored_tensors(self._directory)
         found, unused = recipes(self._model, stored)
         # First the canonical name of a tied weight, then its others: the first one found is taken.
-        found.sort(key=lambda recipe: recipe.targets[0] in self._canonical.values(), reverse=True)
+        found.sort(key=lambda recipe: recipe.targets[0] in self._shapes, reverse=True)
         filled: set[str] = set()
         direct: list[tuple[str, Stored]] = []
         problems: list[str] = []
@@ -153,10 +154,11 @@ class CheckpointSource(BuiltSource):
             problems += [f"{name}: missing, {list(self._shapes[name])} in the model" for name in missing]
         if problems:
             raise self._misfit(problems)
-        if meta := [name for name, buffer in self._buffers.items() if buffer.is_meta]:
+        if meta := [name for name, buffer in persistent_buffers(self._model).items() if buffer.is_meta]:
             raise ConfigError(f"{len(meta)} buffers are on the meta device, first {meta[0]!r}: build with deferred()")
         direct.sort(key=lambda item: (item[1].path, item[1].begin))
-        unexpected = tuple(sorted(filter(self._is_strange, unused)))
+        buffers = {name for name, _ in self._model.named_buffers()}
+        unexpected = tuple(sorted(name for name in unused if self._is_strange(name, buffers)))
         return _Plan(frozenset(self._canonical.values()), stored, direct, converted, missing, unexpected)
 
     def _problems_of(self, name: str, tensor: Stored) -> Iterator[str]:
@@ -167,8 +169,10 @@ class CheckpointSource(BuiltSource):
         if name in self._floating and dtype in TORCH_DTYPES and not _is_float(TORCH_DTYPES[dtype]):
             yield f"{name}: {dtype} in the checkpoint, and {_QUANTIZED}"
 
-    def _deliver(self, name: str, pieces: Iterator[tuple[int, torch.Tensor]]) -> Iterator[Piece]:
-        buffer = self._buffers.get(name)
+    def _deliver(
+        self, buffers: Mapping[str, torch.Tensor], name: str, pieces: Iterator[tuple[int, torch.Tensor]]
+    ) -> Iterator[Piece]:
+        buffer = buffers.get(name)
         for offset, values in pieces:
             if buffer is None:
                 yield Piece(name, offset, values)
@@ -176,11 +180,11 @@ class CheckpointSource(BuiltSource):
                 _put(buffer, offset, values)
 
     def _may_miss(self, name: str) -> bool:
-        return name in self._buffers and self._ignores("missing", name)
+        return name not in self._canonical and self._ignores("missing", name)
 
-    def _is_strange(self, name: str) -> bool:
+    def _is_strange(self, name: str, buffers: Container[str]) -> bool:
         """Whether an unused tensor is worth a warning. Not recomputed buffers, which older models have stored."""
-        is_computed = name in dict(self._model.named_buffers()) or name.endswith("rotary_emb.inv_freq")
+        is_computed = name in buffers or name.endswith("rotary_emb.inv_freq")
         return not (is_computed or self._ignores("unexpected", name))
 
     def _ignores(self, what: str, name: str) -> bool:
