@@ -427,6 +427,20 @@ def test_a_negated_view_is_a_gradient_as_any_other():
     assert torch.equal(*twins)
 
 
+@pytest.mark.parametrize("through", ["load_state_dict", "deepcopy", "pickle"])
+def test_a_group_can_be_added_to_an_optimizer_that_was_restored(through):
+    """Torch then gives it defaults that are no options of ours."""
+    first, second = parameters_of(torch.float32, shapes=((3,), (4,)))
+    optimizer = CPUAdam([first], lr=0.25)
+    if through == "load_state_dict":
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        optimizer = copy.deepcopy(optimizer) if through == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    optimizer.add_param_group({"params": [second], "weight_decay": 0.5})
+    group = optimizer.param_groups[1]
+    assert (group["params"], group["lr"], group["weight_decay"]) == ([second], 0.25, 0.5)
+
+
 def test_options_of_torch_that_change_nothing_are_taken_and_the_others_are_refused():
     CPUAdam(parameters_of(torch.float32), amsgrad=False, maximize=False, foreach=None, fused=True)
     optimizer = CPUAdam([torch.ones(2, requires_grad=True)])

@@ -80,7 +80,8 @@ def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None
     """
     refuse_unsupported(group, "(in a parameter group)")
     of_torch = {"decoupled": group["decoupled_weight_decay"]} if "decoupled_weight_decay" in group else {}
-    options = {**defaults, **of_torch, **{name: value for name, value in group.items() if name not in _NO_OPTIONS}}
+    known = {**defaults, **of_torch, **group}  # torch adds to the defaults of an optimizer that is loaded, or copied
+    options = {name: value for name, value in known.items() if name not in _NO_OPTIONS}
     try:
         group.update(checked_options(options).model_dump())
     except ConfigError as error:
