@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, cast
 from tierstore.errors import TierstoreError
 
 T = TypeVar("T")
-Outcome = tuple[T | None, tuple[type[Exception], str] | None]
+Outcome = tuple[T | None, tuple[type[TierstoreError], str] | None]
 
 
 class Team(Protocol):
@@ -82,8 +82,15 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def outcome(result: T | None, failure: Exception | None) -> Outcome[T]:
-    """What this rank tells the others of its work."""
-    return result, None if failure is None else (type(failure), str(failure))
+    """What this rank tells the others of its work.
+
+    Of a failure's class they are told what it is in tierstore's error tree: they may not know the class itself.
+    """
+    if failure is None:
+        return result, None
+    ours = (kind for kind in type(failure).__mro__ if issubclass(kind, TierstoreError))
+    kind = next((kind for kind in ours if kind.__module__ == TierstoreError.__module__), TierstoreError)
+    return result, (kind, str(failure))
 
 
 def results(outcomes: Sequence[Outcome[T]], failure: Exception | None) -> list[T]:
@@ -97,5 +104,5 @@ def results(outcomes: Sequence[Outcome[T]], failure: Exception | None) -> list[T
     for rank, (_, told) in enumerate(outcomes):
         if told is not None:
             kind, text = told
-            raise (kind if issubclass(kind, TierstoreError) else TierstoreError)(f"rank {rank}: {text}")
+            raise kind(f"rank {rank}: {text}")
     return [cast(T, value) for value, _ in outcomes]
