@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import random
 from collections import OrderedDict, UserDict, namedtuple
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from tierstore.errors import ConfigError
 from tierstore.pack import tree
+from tierstore.train import loading
 from tierstore.train.capture import plain, random_states, restore_random_states, with_tensors
 from tierstore.train.loading import PrefetchingLoader
 
@@ -251,6 +253,40 @@ def test_a_batch_that_was_not_handed_out_is_not_counted() -> None:
     resumed = PrefetchingLoader([0, 1, 2, 3])
     resumed.load_state_dict(loader.state_dict())
     assert seen + list(resumed) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "interrupted_at"),
+    [*itertools.product(["list", "shuffled", "noisy"], range(5)), *itertools.product(["stream"], range(2))],
+)
+def test_a_position_is_kept_until_a_batch_is_handed_out(
+    kind: str, interrupted_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the batches before it are skipped, or while the first ones are read."""
+    torch.manual_seed(1)
+    random.seed(1)
+    expected, _ = trained(PrefetchingLoader(LOADERS[kind]()), 6)
+    torch.manual_seed(1)
+    random.seed(1)
+    _, state = trained(PrefetchingLoader(LOADERS[kind]()), 3)
+    resumed = PrefetchingLoader(LOADERS[kind]())
+    resumed.load_state_dict(stored(state["data"]))
+    restore_random_states(state["random"])
+    countdown = iter([False] * interrupted_at + [True])
+
+    def interrupts(source: Iterator[Any]) -> Iterator[Any]:
+        for batch in source:
+            if next(countdown, False):
+                raise KeyboardInterrupt
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "iter", lambda source: interrupts(iter(source)), raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(resumed))
+    restore_random_states(state["random"])
+    found, _ = trained(resumed, 3)
+    assert found == expected[3:]
 
 
 @pytest.mark.parametrize("end", ["break", "close", "with", "error"])

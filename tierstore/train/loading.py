@@ -49,10 +49,11 @@ class PrefetchingLoader(Generic[T]):
         pin: copy tensors into pinned memory first, unless the loader has done that.
 
     Breaking off a pass ends its workers (with `persistent_workers=True` they wait for the next pass, as in the
-    DataLoader itself). The next pass is a new one; over a loader with a state, it goes on after the last batch that was
-    handed out; over an iterator, which has no second pass, the batch ahead is lost. With `persistent_workers=True` and
-    workers that draw random numbers, a resumed run is exact in the first pass only: such workers go on from states of
-    their own, which are not part of a generation.
+    DataLoader itself). The next pass is a new one, or goes on at the position that was loaded if no batch was handed
+    out since; over a loader with a state, it goes on after the last batch that was handed out; over an iterator, which
+    has no second pass, the batch ahead is lost. With `persistent_workers=True` and workers that draw random numbers, a
+    resumed run is exact in the first pass only: such workers go on from states of their own, which are not part of a
+    generation.
     """
 
     def __init__(self, loader: Iterable[T], device: torch.device | str = "cpu", *, pin: bool = True) -> None:
@@ -148,11 +149,13 @@ class PrefetchingLoader(Generic[T]):
                 batch = self._mover.arrived(current)
                 # Not earlier: a Ctrl-C in the loader would count a batch that nobody gets.
                 self._handed_out, self._source, self._ahead = self._handed_out + 1, current.source, before
+                self._to_resume = False
                 self._has_more = not ahead.is_end
                 yield batch
             self._source = ahead.source
             # Only now: until the pass is asked for more, the last batch may not have been trained on.
             self._handed_out, self._begin, self._ahead = 0, None, None
+            self._to_resume = False
         finally:
             self._iterator = None  # a DataLoader ends its workers when nobody holds its iterator
 
@@ -167,7 +170,8 @@ class PrefetchingLoader(Generic[T]):
         return self._take()
 
     def _resumed(self) -> _Ahead:
-        self._to_resume = False
+        if self._is_stateful:  # the last try may have taken a batch that nobody got
+            cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
         if self._begin is None and self._ahead is None:
             # Between passes, or a source that knows its position and draws no random numbers here.
             if not self._is_stateful:
