@@ -713,7 +713,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "views of weights in attributes", "train/steps.py Steps._forward",
-        "parts.groups.check_kept_views(is_resumed=parts.opened is not None)", "train/test_built.py",
+        "parts.groups.check_kept_views(is_resumed=parts.is_resumed)", "train/test_built.py",
     ),
     Mutation(
         "a view of what is frozen", "train/groups.py ModelGroups.check_kept_views", " if view.is_trained or is_resumed",

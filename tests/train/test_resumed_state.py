@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -483,3 +485,20 @@ def test_arrays_that_come_back_can_be_changed(tmp_path: Path) -> None:
         with Engine(nn.Linear(3, 3), disk(tmp_path), resume=resume, registered={"counting": counting}):
             counting.counts += 1
         assert counting.counts.tolist() == [6, 6, 6]
+
+
+def test_what_was_restored_is_held_no_longer(tmp_path: Path) -> None:
+    """It may be large: an average of the weights, for instance, and with several ranks those of all of them."""
+    seen: list[weakref.ref[np.ndarray]] = []
+
+    class Averages:
+        def state_dict(self) -> dict[str, np.ndarray]:
+            return {"average": np.ones(3)}
+
+        def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+            seen.append(weakref.ref(state["average"]))
+
+    for resume in ("never", "must"):
+        with Engine(nn.Linear(3, 3), disk(tmp_path), resume=resume, registered={"averages": Averages()}):
+            gc.collect()
+            assert [array() is None for array in seen] == ([True] if resume == "must" else [])

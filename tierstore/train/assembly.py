@@ -66,7 +66,8 @@ class Assembly:
         scheduler: sets the learning rates; None if there is none.
         gathers, reductions: collectives with the other ranks; None where they are not needed.
         links: meters of what moved between the ranks.
-        opened: the generation that was resumed; None for a new store.
+        is_resumed: whether it goes on from a generation.
+        captured: what that generation holds besides weights and moments, until the run has it; None for a new store.
         not_on_gpu: why no state is on the GPU although it may be; None if some is, or none may be.
     """
 
@@ -89,7 +90,8 @@ class Assembly:
     reductions: Reductions | None
     links: dict[str, LinkMeter]
     depth: DepthChooser
-    opened: Generation | None
+    is_resumed: bool
+    captured: Mapping[str, Any] | None
     not_on_gpu: str | None
 
     def close(self, finish: Callable[[], object] = lambda: None) -> None:
@@ -225,7 +227,8 @@ def assemble(
         depth = DepthChooser(access, store, runtime, device, partition, links)
         return Assembly(
             model, options, runtime, backend, device, store, groups, access, collector, hooks, stepper, scheduler,
-            driver, tracer, partition, gathers, reductions, links, depth, generation, not_on_gpu,
+            driver, tracer, partition, gathers, reductions, links, depth, generation is not None,
+            None if generation is None else generation.captured, not_on_gpu,
         )  # fmt: skip
     except BaseException:
         _take_down(runtime, store, lock)

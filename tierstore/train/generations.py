@@ -206,10 +206,11 @@ class Generations:
         Raises:
             FormatError: the generation has other buffers than the model, or random states that no generator takes.
         """
-        if self._parts.opened is None:
+        captured, self._parts.captured = self._parts.captured, None
+        if captured is None:
             self.commit(None)
         else:
-            self._restore(self._parts.opened.captured)
+            self._restore(captured)
 
     def _restore(self, captured: Mapping[str, Any]) -> None:
         # A newer generation stays until the state changes.

@@ -89,7 +89,7 @@ class Steps:
                 output = run()
             parts.driver.check_begun()
             parts.access.check_unchanged()
-            parts.groups.check_kept_views(is_resumed=parts.opened is not None)
+            parts.groups.check_kept_views(is_resumed=parts.is_resumed)
             return output
         finally:
             parts.access.is_inside = False  # no function call: Ctrl-C comes after it
