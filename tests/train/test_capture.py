@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import resuming
 import torch
-from resuming import Way, opened
+from resuming import Way, open_run, opened
 from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
@@ -95,6 +96,39 @@ def test_what_cannot_be_stored_is_said_by_the_step_that_meets_it(value: Any, sai
         run.step()
     with opened(WAY, tmp_path, registered={"mine": holder}) as run:
         assert run.engine.step_count == 3
+
+
+def test_what_cannot_be_stored_is_not_registered(tmp_path: Path) -> None:
+    holder = Holder()
+    holder.state["list"] = [1, {"deep": Path("a")}]
+    with opened(WAY, tmp_path) as run:
+        with pytest.raises(ConfigError, match=r"registered\.mine\.list\[1\]\.deep: cannot store PosixPath"):
+            run.engine.register("mine", holder)
+        run.step()
+        run.engine.register("mine", Holder())
+        run.step()
+    with opened(WAY, tmp_path / "other", durability="none") as run:  # where nothing is stored any state will do
+        run.engine.register("mine", holder)
+        run.step()
+
+
+def test_a_schedule_that_cannot_be_stored_costs_no_weights(tmp_path: Path) -> None:
+    class WarmUp(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.factor = lambda step: min(1.0, (step + 1) / 10)
+            super().__init__(optimizer)
+
+        def get_lr(self) -> list[float]:
+            return [rate * self.factor(self.last_epoch) for rate in self.base_lrs]
+
+    model = WAY.model()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=r"scheduler\.factor: cannot store function"):
+        open_run(WAY, tmp_path, model=model, lr_scheduler=WarmUp)
+    assert not (tmp_path / "store0").exists()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with opened(WAY, tmp_path, model=model, lr_scheduler=WarmUp, durability="none") as run:
+        run.step()
 
 
 def test_a_state_as_deep_as_can_be_comes_back_and_a_deeper_one_is_refused(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def assemble(
         if generation is not None:
             optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
         scheduler = None if lr_scheduler is None else _schedule(lr_scheduler, optimizer, generation)
-        capture.check_storable(model, registered, is_written=is_durable and bool(tiers.nvme))
+        capture.check_storable(model, registered, scheduler, is_written=is_durable and bool(tiers.nvme))
         partition.check_same(stepper.members() | stepper.options())
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())

@@ -251,17 +251,20 @@ def check_stateful(name: str, value: Any, model: nn.Module) -> None:
         raise ConfigError(f"cannot register {name!r}: {type(value).__name__} has no state_dict and load_state_dict")
 
 
-def check_storable(model: nn.Module, registered: Mapping[str, Stateful], *, is_written: bool) -> None:
+def check_storable(model: nn.Module, registered: Mapping[str, Stateful], scheduler: Any, *, is_written: bool) -> None:
     """Refuse states that a generation could not hold.
 
     Args:
-        is_written: generations go to a store, and buffers with them.
+        scheduler: the engine's; None if it has none.
+        is_written: generations go to a store, and buffers and the scheduler's state with them.
 
     Raises:
         ConfigError: names one.
     """
     plain({name: value.state_dict() for name, value in registered.items()}, "registered")
     plain(extra_states(model), "extra state")
+    if is_written and scheduler is not None:
+        plain(scheduler.state_dict(), "scheduler")
     for name, buffer in persistent_buffers(model).items() if is_written else ():
         try:
             plain(buffer, f"buffer {name}")

@@ -252,7 +252,8 @@ class Engine:
         """Make an object part of every generation; on resume it gets its state now.
 
         Raises:
-            ConfigError: it has no state_dict; another object has that name; or a resumed run has gone on without it.
+            ConfigError: it has no state_dict; another object has that name; a resumed run has gone on without it; or
+                a store cannot hold its state.
         """
         self._order.refuse_closed()
         self._generations.register(name, value)

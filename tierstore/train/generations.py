@@ -175,7 +175,7 @@ class Generations:
 
         Raises:
             ConfigError: the resumed run has made steps, and the state kept for this object is from before them; or
-                another object has that name.
+                another object has that name; or a generation cannot hold the object's state.
         """
         capture.check_stateful(name, value, self._parts.model)
         if self.given.awaits(name) and self.step_count > self._resumed_at:
@@ -183,6 +183,8 @@ class Generations:
                 f"{name!r} is registered after step {self.step_count}, and would get its state after step "
                 f"{self._resumed_at}, from which the run was resumed: register it before the first step"
             )
+        if self._parts.store.files.is_durable and not self.given.awaits(name):
+            capture.plain(value.state_dict(), f"registered.{name}")  # else the next commit fails, and its step is made
         self.given.register(name, value)
 
     def _captured(self) -> dict[str, Any]:
