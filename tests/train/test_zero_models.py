@@ -210,6 +210,8 @@ MAKING = {
     "model": "ConfigError: rank 0 trains another model: parameter enter.bias",
     "options": "ConfigError: commit_every is 3 at rank 1",
     "schedule": "ConfigError: update is 'step' at rank 1 and 'forward' at rank 0",
+    "scale": "ConfigError: loss_scale is 2.0 at rank 1 and 1.0 at rank 0",
+    "buffers": "ConfigError: the buffers of the model: 'table torch.float32 (3,)' at rank 1, and not at rank 0",
     "groups": "ConfigError: lr of parameter_groups[0] is 0.25 at rank 1 and 0.5 at rank 0",
     "no store": "ConfigError: nvme is 'not given' at rank 1 and 'given' at rank 0",
     "budget": "BudgetError: cpu_memory of 1 B is too small",

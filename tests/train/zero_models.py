@@ -425,6 +425,8 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "
         seed = rank
     elif what == "options" and is_odd:
         options["commit_every"] = 3
+    elif what == "scale" and is_odd:
+        options["loss_scale"] = 2.0
     elif what == "schedule" and is_odd:
         options["update"] = "step"
     elif what in ("rate after backward", "all rates"):
@@ -450,6 +452,8 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "
     model = make(kind, seed=seed)
     if what == "groups":
         options["parameter_groups"] = [{"params": list(model.parameters()), "lr": 0.25 if is_odd else 0.5}]
+    elif what == "buffers":
+        model.register_buffer("table", torch.zeros(3 if is_odd else 1))
     elif what == "rate of replicas":
         options["zero"], memory, nvme = 0, {"gpu_memory": "64MiB", "cpu_memory": "64MiB"}, []
     begin = time.monotonic()

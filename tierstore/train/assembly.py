@@ -193,7 +193,8 @@ def assemble(
             optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
         scheduler = None if lr_scheduler is None else _schedule(lr_scheduler, optimizer, generation)
         capture.check_storable(model, registered, scheduler, is_written=is_durable and bool(tiers.nvme))
-        partition.check_same(stepper.members() | stepper.options())
+        begun = _buffers(model) if generation is None else {}  # on resume each rank gets its own
+        partition.check_same(stepper.members() | stepper.options() | begun)
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
         grid = generation.layout["chunk_elements"] if generation is not None else None
@@ -285,6 +286,12 @@ def _shared_options(tiers: TierConfig, config: AdamWConfig, options: Options) ->
     shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
     shared["update"] = shared.pop("schedule")
     return shared | {"nvme": "given" if tiers.nvme else "not given"}
+
+
+def _buffers(model: nn.Module) -> dict[str, object]:
+    """The buffers of a new run, by description: all ranks begin with the values of rank 0."""
+    forms = [f"{name} {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in model.named_buffers()]
+    return {"the buffers of the model": forms}
 
 
 def _placed(

@@ -109,8 +109,8 @@ class Engine:
         )  # fmt: skip
         scale = LossScale.of(loss_scale, model)
         options = options_of(
-            model, update, max_grad_norm, commit_every, durability, resume, overlap,
-            may_skip=bool(scale.growth_interval), has_store=bool(tiers.nvme),
+            model, update, max_grad_norm, "dynamic" if scale.growth_interval else scale.scale, commit_every, durability,
+            resume, overlap, has_store=bool(tiers.nvme),
         )  # fmt: skip
         registered = registered or {}
         for name, value in registered.items():

@@ -26,6 +26,7 @@ class Options:
     """What the user chose, validated.
 
     Attributes:
+        loss_scale: a fixed one, or "dynamic".
         is_auto: the schedule was left open: it may change when the placement is known (`schedules.settled`), and must
             not restrict the order of calls more than waiting for a norm does.
     """
@@ -35,6 +36,7 @@ class Options:
     resume: Resume
     commit_every: int
     max_grad_norm: float | None
+    loss_scale: float | str
     overlap: bool
     is_auto: bool
 
@@ -90,18 +92,18 @@ def options_of(
     model: nn.Module,
     update: UpdateSchedule | str,
     max_grad_norm: float | None,
+    loss_scale: float | str,
     commit_every: int,
     durability: Durability | str,
     resume: Resume | str,
     overlap: bool,
     *,
-    may_skip: bool,
     has_store: bool,
 ) -> Options:
     """The options for this model.
 
     Args:
-        may_skip: the loss scale is dynamic, so that a step whose gradients are not finite changes nothing.
+        loss_scale: a fixed one, or "dynamic": then a step whose gradients are not finite changes nothing.
         has_store: there is a directory on NVMe.
 
     Raises:
@@ -121,12 +123,19 @@ def options_of(
     can_go_back = has_store and commit_every == 1 and kept is Durability.COMMIT
     return Options(
         schedule=_schedule_for(
-            wish, max_grad_norm, model, overlap, may_skip=may_skip, can_go_back=can_go_back, has_store=has_store
+            wish,
+            max_grad_norm,
+            model,
+            overlap,
+            may_skip=loss_scale == "dynamic",
+            can_go_back=can_go_back,
+            has_store=has_store,
         ),
         durability=kept,
         resume=choice(Resume, "resume", resume),
         commit_every=commit_every,
         max_grad_norm=max_grad_norm,
+        loss_scale=loss_scale,
         overlap=overlap,
         is_auto=wish is UpdateSchedule.AUTO,
     )
