@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import psutil
 import pytest
 import resuming
@@ -402,6 +404,17 @@ class TestKinds:
         arguments: dict[str, Any] = {"model": WAY.model(), "tiers": TierConfig()} | {name: value}
         with pytest.raises(ConfigError, match=told):
             Engine(**arguments)
+
+    @pytest.mark.parametrize("kind", [Decimal, np.float32, torch.tensor])
+    def test_a_norm_is_any_number(self, kind: Callable[[float], Any]) -> None:
+        found = []
+        for norm in (0.125, kind(0.125)):
+            torch.manual_seed(0)
+            with Engine(nn.Linear(4, 4), TierConfig(), max_grad_norm=norm) as engine:
+                engine.backward(engine(torch.ones(2, 4)).square().sum())
+                engine.step()
+                found.append(engine.state_dict()["weight"])
+        assert torch.equal(*found)
 
     def test_of_its_calls(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

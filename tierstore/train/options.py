@@ -117,14 +117,16 @@ def options_of(
         raise ConfigError(f"commit_every must be at least 1, not {commit_every}")
     if not isinstance(overlap, bool):
         raise ConfigError(f"overlap is True or False, not {overlap!r}")
-    is_number = isinstance(max_grad_norm, SupportsFloat) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
+    norm = None
+    if isinstance(max_grad_norm, SupportsFloat) and not isinstance(max_grad_norm, bool):
+        norm = float(max_grad_norm)  # a Decimal does not compute with floats, and numpy's fp32 would round the result
+    if max_grad_norm is not None and not (norm is not None and norm > 0):
         raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm!r}; None switches clipping off")
     can_go_back = has_store and commit_every == 1 and kept is Durability.COMMIT
     return Options(
         schedule=_schedule_for(
             wish,
-            max_grad_norm,
+            norm,
             model,
             overlap,
             may_skip=loss_scale == "dynamic",
@@ -134,7 +136,7 @@ def options_of(
         durability=kept,
         resume=choice(Resume, "resume", resume),
         commit_every=commit_every,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=norm,
         loss_scale=loss_scale,
         overlap=overlap,
         is_auto=wish is UpdateSchedule.AUTO,
