@@ -132,6 +132,16 @@ def test_what_has_begun_a_step_is_told(tmp_path: Path) -> None:
         run.engine.load_state_dict(state)
 
 
+def test_a_buffer_whose_elements_share_memory_can_be_loaded(tmp_path: Path) -> None:
+    model = WAY.model()
+    model.register_buffer("scale", torch.ones(1).expand(2))
+    with opened(WAY, tmp_path, model=model) as run:
+        state = run.engine.state_dict() | {"scale": torch.tensor([2.0, 3.0])}
+        run.engine.load_state_dict(state)
+        assert run.engine.state_dict()["scale"].tolist() == [2.0, 3.0]
+        run.step()
+
+
 @pytest.mark.parametrize("odd", [lambda t: t.to("meta"), lambda t: t.to_sparse(), lambda t: t.numpy()])
 def test_what_cannot_be_loaded_changes_nothing(odd: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
     with opened(WAY, tmp_path) as run:

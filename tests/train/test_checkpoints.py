@@ -165,6 +165,7 @@ class Plain(nn.Module):
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("table", torch.arange(6.0).reshape(2, 3).t())
+        self.register_buffer("shared", torch.ones(2, 1).expand(2, 3))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
 
@@ -187,6 +188,7 @@ def test_buffers_tied_names_and_extras(tied: str, tmp_path: Path) -> None:
     assert torch.equal(values["embed.weight"], state["embed.weight"])
     assert torch.equal(values["body.0.bias"], state["body.0.bias"])
     assert torch.equal(model.table, state["table"])
+    assert torch.equal(model.shared, state["shared"])
     assert torch.equal(model.body[1].running_var, state["body.1.running_var"])
     assert model.body[1].num_batches_tracked == 41
     assert source.unexpected == ("extra",)

@@ -310,6 +310,7 @@ def test_ranks_that_are_not_as_one_are_told(what: str, wrong: dict[str, Any]) ->
 def test_weights_come_from_the_first_rank(wrong: dict[str, Any]) -> None:
     same, other = wrong["nothing"], wrong["seed"]
     assert same[0]["norm"] == same[1]["norm"] == other[0]["norm"] == other[1]["norm"]
+    assert other[0]["buffers"] == other[1]["buffers"] == [[0.0, 0.0]]
 
 
 def test_replicas_have_no_store(wrong: dict[str, Any]) -> None:

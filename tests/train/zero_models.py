@@ -456,6 +456,8 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "
         model.register_buffer("table", torch.zeros(3 if is_odd else 1))
     elif what == "rate of replicas":
         options["zero"], memory, nvme = 0, {"gpu_memory": "64MiB", "cpu_memory": "64MiB"}, []
+    elif what == "seed":
+        model.register_buffer("shared", torch.full((1,), float(rank)).expand(2))
     begin = time.monotonic()
     try:
         with Engine(model, TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
@@ -474,6 +476,7 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "
                     engine.step()
                 told["steps"] += 1
             told["norm"] = engine.state_dict()["enter.weight"].norm().item()
+            told["buffers"] = [buffer.tolist() for buffer in model.buffers()]
     except (TierstoreError, ArithmeticError, OSError) as error:
         told["error"] = f"{type(error).__name__}: {error}"
     told["seconds"] = time.monotonic() - begin

@@ -188,6 +188,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def writable(buffer: torch.Tensor) -> torch.Tensor:
+    """The same buffer; if it was expanded, so that elements share memory, each now has memory of its own."""
+    if any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride())):
+        buffer.data = buffer.detach().clone(memory_format=torch.contiguous_format)
+    return buffer
+
+
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """What modules with a `get_extra_state` of their own add to a state_dict, by name."""
     return {name: module.get_extra_state() for name, module in _with_extra_state(model)}
@@ -230,10 +237,9 @@ def load_module_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, buffer in buffers.items():
             value = with_tensors(values[name])
-            is_expanded = any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride()))
-            if is_expanded or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+            if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
                 buffer.data = torch.empty(value.shape, dtype=value.dtype, device=buffer.device)
-            buffer.copy_(value)
+            writable(buffer).copy_(value)
     load_extra_states(model, {name: with_tensors(values[name]) for name in extra & values.keys()})
 
 

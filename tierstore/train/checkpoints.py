@@ -30,7 +30,7 @@ from tierstore.caller import warn_caller
 from tierstore.errors import CheckpointWarning, ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.pack.layout import TensorSpec, listed, some_of, tensor_bytes
-from tierstore.train.capture import persistent_buffers
+from tierstore.train.capture import persistent_buffers, writable
 from tierstore.train.checkpoint_files import CheckpointFiles, Stored, stored_tensors
 from tierstore.train.conversion import Recipe, recipes
 from tierstore.train.filling import BuiltSource, Piece, in_pieces
@@ -203,7 +203,7 @@ def _is_float(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _put(buffer: torch.Tensor, offset: int, values: torch.Tensor) -> None:
-    if buffer.is_contiguous():
+    if writable(buffer).is_contiguous():
         buffer.view(-1)[offset : offset + values.numel()] = values
     else:
         whole = buffer.reshape(-1)

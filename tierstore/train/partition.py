@@ -35,6 +35,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import BLOCK
 from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
 from tierstore.store.team import Alone, Team, attempt, outcome, results
+from tierstore.train.capture import writable
 from tierstore.train.filling import PIECE_ELEMENTS, Piece, in_pieces
 from tierstore.train.ranks import Ranks, refuse_different
 
@@ -280,7 +281,7 @@ class Partition:
                 distributed.broadcast_object_list(given, self.ranks.members[0], group=self._control)
             with torch.no_grad():
                 for buffer, value in zip(held, given[0]):
-                    buffer.copy_(value)
+                    writable(buffer).copy_(value)
 
     def owner(self, spec: GroupSpec, element: int) -> int:
         """The rank (of all) that keeps an element of a group, the first of those that do."""

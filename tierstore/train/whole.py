@@ -151,7 +151,7 @@ def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
         group.accept_changes()
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(parts.model).items():
-            buffer.copy_(state[name])
+            capture.writable(buffer).copy_(state[name])
     capture.load_extra_states(parts.model, state)
 
 
