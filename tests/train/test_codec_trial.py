@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from runs import disk, next_token_loss, tiny, tokens, train
+from torch import nn
 
 from tierstore.config import Codec, TierConfig
 from tierstore.errors import ConfigError
@@ -93,6 +94,14 @@ def test_the_sample_takes_no_weight_away() -> None:
     assert sample.size == 2**20
     assert np.unique(sample).tolist() == [0, 1, 2, 3]
     assert [piece.name for piece in codec_trial._again(taken, coming)] == [piece.name for piece in pieces]
+
+
+def test_a_source_may_give_weights_as_torch_has_them() -> None:
+    """Those of another model, which need gradients, or the imaginary part of a conjugate."""
+    weights = [nn.Parameter(torch.full((2,), 3.0)), torch.full((2,), 1 + 2j).conj().imag]
+    assert (weights[0].requires_grad, weights[1].is_neg()) == (True, True)
+    pieces = [Piece(str(number), 0, values) for number, values in enumerate(weights)]
+    assert codec_trial._sample(iter(pieces), deque[Piece]()).tolist() == [3.0, 3.0, -2.0, -2.0]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def _sample(coming: Iterator[Piece], taken: deque[Piece]) -> Floats:
     found = [np.zeros(0, np.float32)]
     while sum(part.size for part in found) < _SAMPLE_ELEMENTS and (piece := next(coming, None)) is not None:
         taken.append(piece)
-        found.append(piece.values.reshape(-1)[: _SAMPLE_ELEMENTS // 4].float().cpu().numpy())
+        part = piece.values.detach().reshape(-1)[: _SAMPLE_ELEMENTS // 4]
+        found.append(part.float().cpu().resolve_neg().numpy())
     return np.concatenate(found)[:_SAMPLE_ELEMENTS]
 
 
