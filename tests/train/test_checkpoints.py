@@ -325,6 +325,15 @@ def test_dtypes_and_their_order(tmp_path: Path) -> None:
     assert torch.equal(found["shaped"], torch.tensor([[1, 1], [1, 2]], dtype=torch.float16))
 
 
+def test_what_is_lazily_conjugate_or_negative_is_written_as_it_reads(tmp_path: Path) -> None:
+    mirror = torch.tensor([1 + 2j, -3j]).conj()
+    assert (mirror.is_conj(), mirror.imag.is_neg()) == (True, True)
+    write_checkpoint(tmp_path, outs({"mirror": mirror, "part": mirror.imag}, 1))
+    found = load_file(tmp_path / SINGLE)
+    assert found["mirror"].tolist() == [1 - 2j, 3j]
+    assert found["part"].tolist() == [-2.0, 3.0]
+
+
 class Odd(nn.Module):
     """A buffer of every dtype that a file can hold."""
 

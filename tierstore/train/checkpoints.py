@@ -281,7 +281,7 @@ def _write_shard(path: Path, shard: Shard, tensors: Mapping[str, TensorOut], bac
             for piece in tensor.pieces:
                 if piece.dtype != tensor.dtype:
                     raise FormatError(f"tensor {name!r}: {piece.dtype} was given for {tensor.dtype}")
-                values = piece.detach().to("cpu").reshape(-1).contiguous()
+                values = piece.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1).contiguous()
                 if written + values.nbytes <= nbytes:
                     file.write_from(values.view(torch.uint8).numpy(), begin + written)
                 written += values.nbytes
