@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -224,6 +225,21 @@ class TestPrevious:
         assert "captured-000000000003" in message
         assert "resume='previous'" in message
         with opened(WAY, folder, resume="previous") as run:
+            run.until(STEPS)
+            expected[STEPS].check_equal(State.of(run))
+
+    def test_heals_a_last_one_that_cannot_be_read(self, folder: Path, expected: list[State]) -> None:
+        class BadSector(Backend):
+            @contextmanager
+            def calling(self, action: str, path: Path, **options: Any) -> Iterator[None]:
+                with super().calling(action, path, **options):
+                    if (action, path.name) == ("read", "manifest-000000000003.json"):
+                        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+                    yield
+
+        with pytest.raises(StorageError, match="manifest-000000000003"), opened(WAY, folder, BadSector()):
+            pass
+        with opened(WAY, folder, BadSector(), resume="previous") as run:
             run.until(STEPS)
             expected[STEPS].check_equal(State.of(run))
 

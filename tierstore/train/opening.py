@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tierstore.config import Durability, Resume, TierConfig, UpdateSchedule
-from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
+from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.store.directories import part_of_a_store
@@ -137,8 +137,8 @@ def _check_can_look_back(
     try:
         newer = runtime.call(manifests.read, newest)
         check_captured(newer.captured)
-    except FormatError:
-        return  # the newest is damaged: it has nothing to lose
+    except (FormatError, StorageError):
+        return  # the newest is damaged, or cannot be read: it has nothing to lose
     if newer.captured["pending"] is None:
         return
     if newer.records.keys() != previous.records.keys() or schedule is not UpdateSchedule.DELAYED:
