@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,23 @@ def test_a_name_is_kept(tmp_path: Path) -> None:
         assert run.engine.optimizer.param_groups[0]["name"] == "all"
     with opened(WAY, tmp_path, lr_scheduler=None) as run:
         assert run.engine.optimizer.param_groups[0]["name"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (lambda first, *others: [{"params": [first, *others]}, {"params": [first]}],
+         r"parameter_groups\[1\]: some parameters appear in more than one parameter group"),
+        (lambda first, *others: [{"params": others}, {"params": [first * 2]}],
+         r"parameter_groups\[1\]: can't optimize a non-leaf Tensor"),
+    ],
+    ids=["twice", "computed"],
+)  # fmt: skip
+def test_what_torch_refuses_is_a_bad_option(groups: Callable[..., Any], said: str, tmp_path: Path) -> None:
+    model = WAY.model()
+    given = groups(*model.parameters())
+    with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path, model=model, parameter_groups=given):
+        pass
 
 
 def test_a_parameter_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

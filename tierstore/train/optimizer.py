@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierstore.config import AdamWConfig
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, first_line
 from tierstore.kernels.adam import AdamCoefficients
 from tierstore.store.layout import GroupSpec
 from tierstore.store.rounds import ParameterUpdate
@@ -61,12 +61,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Works only inside the constructor.
 
         Raises:
-            ConfigError: called later, or an option is bad.
+            ConfigError: called later, or an option is bad, or torch refuses the parameters, as those of another group.
         """
         if self._is_made:
             raise ConfigError("a parameter group cannot be added to an engine; give parameter_groups to the engine")
         validate_options(param_group, self.defaults)
-        super().add_param_group(param_group)
+        try:
+            super().add_param_group(param_group)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"parameter_groups[{len(self.param_groups)}]: {first_line(error)}") from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, for what `state_dict` gave: options of groups. Moments are in neither, and stay as they are.
