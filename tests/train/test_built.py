@@ -535,3 +535,17 @@ def test_a_model_without_values_gives_no_memory_back(monkeypatch: pytest.MonkeyP
         with pytest.warns(MachineWarning, match="will be taken") as told, engine_of(model, source, **budgets):
             wanted.append(int(str(told[0].message).partition(" MiB")[0]))
     assert [number - wanted[0] for number in wanted] == [0, 16, 0]
+
+
+def test_a_model_that_a_store_fills_gives_no_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its weights until the store is open: those in it may be damaged."""
+    tiers = TierConfig(cpu_memory=256 * MIB, gpu_memory=64 * MIB, nvme=[tmp_path / "store"])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40, available=0))
+    wanted = []
+    for resume in ("never", "must"):
+        with (
+            pytest.warns(MachineWarning, match="will be taken") as told,
+            Engine(nn.Linear(1024, 4096, bias=False), tiers, resume=resume),
+        ):
+            wanted.append(int(str(told[0].message).partition(" MiB")[0]))
+    assert wanted[1] - wanted[0] == 16

@@ -200,7 +200,9 @@ def assemble(
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = cut_groups(groups, tiers, options.schedule, grid, partition, is_coded=is_coded)
         placement, not_on_gpu = _placed(request, tiers, device, dtypes, options)
-        _check_machine(placement, request.scratch_bytes, tiers, model, partition)
+        # On resume the model keeps its weights until the store is open, which may fail.
+        given_back = _weight_bytes(model) if generation is None else 0
+        _check_machine(placement, request.scratch_bytes, tiers, given_back, partition)
         store = TrainingStore(
             [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
             is_durable=is_durable, lock=lock, team=team, codecs=codecs,
@@ -239,7 +241,7 @@ def assemble(
 
 
 def _check_machine(
-    placement: Placement, scratch_bytes: int, tiers: TierConfig, model: nn.Module, partition: Partition
+    placement: Placement, scratch_bytes: int, tiers: TierConfig, given_back_bytes: int, partition: Partition
 ) -> None:
     """Refuse, or warn of, more memory than the machine has for its ranks; warn of directories that lie in memory.
 
@@ -247,13 +249,17 @@ def _check_machine(
         BudgetError: at all ranks: the machine can never give that much.
     """
     nbytes = placement.pools.total_bytes + scratch_bytes + (placement.gpu_filled_bytes if tiers.device == "cpu" else 0)
-    storages = {p.untyped_storage() for p in model.parameters() if p.device.type == "cpu"}
-    given_back = sum(storage.nbytes() for storage in storages)
-    claims = partition.exchange("the memory of the machine", claim_memory(nbytes, given_back))
+    claims = partition.exchange("the memory of the machine", claim_memory(nbytes, given_back_bytes))
     refuse_impossible(claims, "a run with these budgets")
     if (short := shortage(claims)) is not None:
         warn_caller(short, MachineWarning)
     warn_of_memory(tiers.nvme)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """CPU memory that the weights of a model take."""
+    storages = {p.untyped_storage() for p in model.parameters() if p.device.type == "cpu"}
+    return sum(storage.nbytes() for storage in storages)
 
 
 def _schedule(
