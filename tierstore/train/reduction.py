@@ -156,7 +156,7 @@ class Reductions:
         self._thread.close(timeout_s)
 
     def bucket(self, group: Group) -> Bucket:
-        """An empty bucket, in the stream that runs backward."""
+        """An empty bucket, made in the current stream."""
         return Bucket(self.buckets, group, self._device.torch_device, self._partition.world)
 
     @property
@@ -254,7 +254,7 @@ class Reductions:
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def launch() -> None:
-            full = bucket.flat if bucket is not None else self._zeros(spec)
+            full = (bucket or self.bucket(group)).flat
             own = full
             if partition.scatters:
                 own = torch.empty(width, dtype=full.dtype, device=full.device)
@@ -270,8 +270,3 @@ class Reductions:
         own, flags = found[0]
         first = 0 if partition.scatters else spec.first
         return own[first : first + spec.elements], [i for i, flag in enumerate(flags.tolist()) if flag]
-
-    def _zeros(self, spec: GroupSpec) -> torch.Tensor:
-        return torch.zeros(
-            self.buckets.elements(spec), dtype=TORCH_DTYPES[spec.dtype], device=self._device.torch_device
-        )
