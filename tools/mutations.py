@@ -990,6 +990,21 @@ MUTATIONS: Sequence[Mutation] = (
         "kernels/test_compile_cache.py::test_code_of_another_process_for_other_types_is_not_run", "found",
     ),
     Mutation(
+        "a backward that is closed has moved past the last commit", "train/steps.py Steps.backward",
+        ", self._order.last_backward(is_final)",
+        "train/test_clean.py::TestClose::test_in_the_middle_of_backward_leaves_a_whole_step", "",
+    ),
+    Mutation(
+        "so has a thread that is in a step at exit", "train/engine.py Engine._close", "self._order.is_busy_elsewhere",
+        "train/test_clean.py::TestClose::test_at_exit_of_a_thread_that_trains_publishes_no_step_that_it_moves_past",
+        "False",
+    ),
+    Mutation(
+        "a zero_grad that fails ends the step", "train/steps.py Steps.zero_grad",
+        "self._order.unbroken(keeps_weights=True)",
+        "train/test_out_of_turn.py::test_a_zero_grad_that_fails_breaks_the_step_off", "self._meters.outside()",
+    ),
+    Mutation(
         "what one rank is refused is undone at all", "train/whole.py take_back",
         "_restore(parts, [group.index for group in refused])",
         "train/test_zero.py::test_a_change_that_one_rank_makes_otherwise_is_refused_at_all_of_them",

@@ -206,6 +206,22 @@ class TestPrevious:
             assert run.engine.step_count == STEPS
             run.step()
 
+    def test_is_tried_again_if_going_back_has_failed(
+        self, folder: Path, expected: list[State], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else training would write over the chunks of a newer generation that is still there."""
+
+        async def fails() -> None:
+            raise StorageError("the disk is away for a moment")
+
+        with opened(WAY, folder, resume="previous") as run:
+            with monkeypatch.context() as patch:
+                patch.setattr(run.engine._parts.store, "go_back", fails)
+                with pytest.raises(StorageError, match="for a moment"):
+                    next_token_loss(run.engine, tokens(1)[0])
+            next_token_loss(run.engine, tokens(1)[0])
+        assert check_resumes(WAY, folder, expected) == 2
+
     def test_is_the_last_one_when_training_goes_on(self, folder: Path, expected: list[State]) -> None:
         with opened(WAY, folder, resume="previous") as run:
             next_token_loss(run.engine, tokens(1)[0])

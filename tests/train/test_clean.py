@@ -31,6 +31,7 @@ from tierstore.errors import ClosedError, ConfigError, StorageError, StoreLocked
 from tierstore.io.backend import Backend
 from tierstore.io.threads import WaitedThread
 from tierstore.store.updates import UpdatePipeline
+from tierstore.train.engine import _close_at_exit
 from tierstore.train.generations import Generations
 from tierstore.train.report import StepReport
 
@@ -98,6 +99,47 @@ class TestClose:
                 use()
         with opened(way, tmp_path) as again:
             assert again.engine.step_count == begun(way)  # also a step that was not due for a commit
+
+    @pytest.mark.parametrize("name", ["embedding", "head"])
+    def test_in_the_middle_of_backward_leaves_a_whole_step(self, name: str, tmp_path: Path) -> None:
+        """As a signal handler may: the last step waits for its commit, and backward updates weights already."""
+
+        def end(_: object) -> None:
+            run.engine.close()
+            raise SystemExit
+
+        way = WAYS["backward-3"]
+        run = open_run(way, tmp_path)
+        run.until(2)
+        parameters = [p for key, p in run.engine.model.named_parameters()]
+        parameters[0 if name == "embedding" else -1].register_post_accumulate_grad_hook(end)
+        with pytest.raises(SystemExit):
+            run.step()
+        assert check_resumes(way, tmp_path, states_of(way, 4)) == 0
+
+    def test_at_exit_of_a_thread_that_trains_publishes_no_step_that_it_moves_past(self, tmp_path: Path) -> None:
+        """A daemon thread is in the middle of its step: its backward may begin at any moment."""
+        way = WAYS["backward-3"]
+        run = open_run(way, tmp_path)
+        run.until(2)
+        is_inside, may_go = threading.Event(), threading.Event()
+
+        def wait(*_: object) -> None:
+            is_inside.set()
+            assert may_go.wait(30)
+
+        def train() -> None:
+            with contextlib.suppress(TierstoreError, RuntimeError):  # its weights are gone
+                run.step()
+
+        run.engine.model.register_forward_pre_hook(wait)
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert is_inside.wait(30)
+        _close_at_exit(weakref.ref(run.engine))
+        may_go.set()
+        thread.join()
+        assert check_resumes(way, tmp_path, states_of(way, 4)) == 0
 
     @pytest.mark.parametrize("nvme", [True, False])
     def test_without_durability_leaves_an_empty_directory(

@@ -24,7 +24,7 @@ from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.arithmetic import Piece
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import BudgetError, ClosedError, ConfigError, GraphError, StorageError, TierstoreError
+from tierstore.errors import BudgetError, ClosedError, ConfigError, GraphError, StorageError, TierstoreError, Timeout
 from tierstore.io.memory import Lease
 from tierstore.store.gradients import Arrival
 from tierstore.store.rounds import Round, Trip
@@ -184,7 +184,7 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
             "gathered": lambda: engine.gathered("blocks.0").__enter__(), "apply_pending": engine.apply_pending,
             "gradient": lambda: engine.gradient("blocks.0.0.weight"), "export": lambda: engine.export(tmp_path / "out"),
             "register": lambda: engine.register("model", engine.model), "flush": engine.flush,
-            "optimizer.step": engine.optimizer.step,
+            "optimizer.step": engine.optimizer.step, "close": engine.close,
         }  # fmt: skip
 
     def steps(engine: Engine) -> None:
@@ -741,6 +741,51 @@ def test_zero_grad_forgets_a_backward(update: str, tmp_path: Path) -> None:
 
     found, expected = run("bad", True), run("good", False)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_zero_grad_that_fails_breaks_the_step_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some gradients are gone, and others are not."""
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        engine.backward(loss_of(engine(x)))
+        monkeypatch.setattr(engine._generations.gradients, "discard", _raises_timeout)
+        with pytest.raises(Timeout):
+            engine.zero_grad()
+        with pytest.raises(ClosedError, match="a step was broken off by Timeout"):
+            engine.step()
+        assert engine.state_dict()
+
+
+async def _raises_timeout(*_: object) -> None:
+    raise Timeout("the disk does not answer")
+
+
+def test_a_second_interrupt_while_train_step_gives_up_breaks_the_step_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of the first micro-batch may be left, and the caller gives all micro-batches again."""
+    with tight_engine(tmp_path) as engine:
+        monkeypatch.setattr(engine, "zero_grad", partial(_fail, KeyboardInterrupt))
+        losses = iter([loss_of, lambda output: _fail(KeyboardInterrupt)])
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_step(batches(2), lambda output: next(losses)(output))
+        with pytest.raises(ClosedError, match="a step was broken off by KeyboardInterrupt"):
+            engine.train_step(batches(2), loss_of)
+
+
+def test_weights_are_not_read_while_a_backward_updates_them(tmp_path: Path) -> None:
+    """Not by a hook or a signal handler, either: some are new, others those of before."""
+    told = []
+
+    def read(_: object) -> None:
+        with pytest.raises(ConfigError, match=r"would meet weights that update='backward'") as caught:
+            engine.state_dict()
+        told.append(caught)
+
+    with tight_engine(tmp_path, "backward") as engine:
+        engine.model.get_parameter("blocks.0.0.weight").register_post_accumulate_grad_hook(read)
+        engine.backward(loss_of(engine(batches(1)[0])))
+        assert len(told) == 1
 
 
 @pytest.mark.parametrize("update", [*LATER, "delayed"])

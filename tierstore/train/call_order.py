@@ -101,6 +101,25 @@ class CallOrder:
         finally:
             self._is_walked = False
 
+    @contextlib.contextmanager
+    def last_backward(self, is_last: bool) -> Iterator[None]:
+        """A backward runs in here; during the last one of its step updates may change weights already.
+
+        After an error `is_broken` tells what there is to tell.
+        """
+        before, self.has_final_backward = self.has_final_backward, is_last
+        try:
+            yield
+        except BaseException:
+            self.has_final_backward = before
+            raise
+
+    @property
+    def is_busy_elsewhere(self) -> bool:
+        """Whether another thread is in a call."""
+        held = self._holder.get("call")
+        return held is not None and held not in _INSIDE.get()
+
     @property
     def is_broken(self) -> bool:
         return self._broken_by is not None

@@ -475,10 +475,15 @@ class Engine:
         Called in a callback of `on_step`, it closes the engine at the end of that step.
 
         Raises:
+            ConfigError: another thread is in a call of this engine.
             TierstoreError: a failure of work left running; everything was given back all the same.
             Timeout: something does not end, and keeps what it uses and the store's lock; close again to go on waiting.
             ClosedError: this is the child of a fork; the engine is the parent's, and goes on there.
         """
+        with self._order.alone("close()"):
+            self._close()
+
+    def _close(self) -> None:
         is_over = self._order.is_closed and not self._parts.runtime.is_open
         if not is_over:
             self._parts.runtime.check_process()
@@ -492,7 +497,8 @@ class Engine:
         atexit.unregister(self._at_exit)
         driver = self._parts.driver
         has_updated = self._order.has_final_backward or self._order.is_broken
-        if driver.has_begun and (driver.schedule is UpdateSchedule.DELAYED or (driver.is_streaming and has_updated)):
+        has_moved = driver.schedule is UpdateSchedule.DELAYED or (driver.is_streaming and has_updated)
+        if (driver.has_begun and has_moved) or self._order.is_busy_elsewhere:
             self._generations.forget()  # the store has moved past that commit, into a step that nobody will finish
         self._parts.close(self._generations.finish)
 
@@ -524,5 +530,5 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     """The interpreter ends, and nobody has closed the engine: its last step is committed all the same."""
     left = engine()
     if left is not None and not left._parts.runtime.is_inherited:
-        left.close()
+        left._close()  # a daemon thread may be in a call, which it will never finish
 

@@ -165,8 +165,8 @@ class Generations:
         schedule whose state is given up."""
         self.given.tell_what_ends()
         if self._is_previous:
-            self._is_previous = False
             self._parts.runtime.call(self._parts.store.go_back)
+            self._is_previous = False
 
     # --- what is captured ---------------------------------------------------------------------------------------
 

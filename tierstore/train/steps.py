@@ -66,13 +66,13 @@ class Steps:
         """Run a forward: `run` calls the model `count` times."""
         parts = self._parts
         self._order.refuse_broken()
+        parts.groups.refuse_newcomers(parts.model)
+        if parts.access.is_inside:  # called by a loss of forwards side by side, or by a hook: a part of that pass
+            return run()
         self._order.refuse_after_backward("another forward")
         trains = torch.is_grad_enabled()
         if trains:
             self._order.refuse_while_modified()
-        parts.groups.refuse_newcomers(parts.model)
-        if parts.access.is_inside:  # called by a loss of forwards side by side, or by a hook: a part of that pass
-            return run()
         if trains and not parts.driver.has_begun:
             self._make_way()
             self._generations.leave_newer()
@@ -117,7 +117,7 @@ class Steps:
         gradients, is_final = self._generations.gradients, self._order.is_syncing
         needed = parts.access.first_visits()
         parts.collector.begin(gradients, scaled, needed, is_final=is_final, is_streaming=is_streaming)
-        with self._order.unbroken(keeps_weights=not is_streaming):
+        with self._order.unbroken(keeps_weights=not is_streaming), self._order.last_backward(is_final):
             try:
                 parts.access.begin_backward()
                 with self._meters.phase("backward"):
@@ -128,7 +128,7 @@ class Steps:
                 parts.access.is_inside = False  # as above
                 parts.access.end_pass()
             parts.access.learn_order()
-            self._order.has_backward, self._order.has_final_backward = True, self._order.is_syncing
+            self._order.has_backward = True
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step, as if it had seen no backward."""
@@ -138,8 +138,9 @@ class Steps:
         if touched or parts.collector.keeps:
             self._order.refuse_after_backward("zero_grad()")
             groups = [g.index for g in parts.groups.groups if any(p.name in touched for p in g.spec.parameters)]
-            parts.runtime.call(self._generations.gradients.discard, groups)
-            parts.collector.forget()
+            with self._order.unbroken(keeps_weights=True):
+                parts.runtime.call(self._generations.gradients.discard, groups)
+                parts.collector.forget()
             self._order.has_final_backward = False
             self._zeroed += 1
 
@@ -203,17 +204,17 @@ class Steps:
         order, driver = self._order, self._parts.driver
         if order.is_broken or (order.has_final_backward and driver.updates_in_backward):
             return  # no micro-batch will be accepted again
-        if not order.has_final_backward:
-            driver.guess_nothing()
-        if not self._losses:
-            return
-        if has_others:
-            order.break_off(error, keeps_weights=True)
-            return
         try:
-            engine.zero_grad()
-        except TierstoreError as other:  # does not hide the error that led here
+            if not order.has_final_backward:
+                driver.guess_nothing()
+            if has_others and self._losses:
+                order.break_off(error, keeps_weights=True)
+            elif self._losses:
+                engine.zero_grad()
+        except BaseException as other:  # also a second Ctrl-C
             order.break_off(other, keeps_weights=True)
+            if not isinstance(other, TierstoreError):  # which does not hide the error that led here
+                raise
 
     # --- step ---------------------------------------------------------------------------------------------------
 
