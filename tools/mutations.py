@@ -408,7 +408,7 @@ MUTATIONS: Sequence[Mutation] = (
         "True",
     ),
     Mutation(
-        "a callback closes the engine after its step", "train/engine.py Engine.close", "if self._order.is_telling:",
+        "a callback closes the engine after its step", "train/engine.py Engine._close", "if self._order.is_telling:",
         "train/test_out_of_turn.py::test_who_hears_of_a_step_may_close_the_engine_and_the_step_is_committed",
         "if False:",
     ),
@@ -969,15 +969,15 @@ MUTATIONS: Sequence[Mutation] = (
         "= self.parameters[position]._version + 1",
     ),
     Mutation(
-        "weights that change places are taken back", "train/groups.py Group._is_in_place",
+        "weights that change places are taken back", "train/groups.py Group._elsewhere",
         "parameter.storage_offset() == spec.start",
         "train/test_changed_weights.py::test_a_parameter_may_be_given_data_of_the_model", "True",
     ),
     Mutation(
         "weights of all groups are copied before one is taken back", "train/whole.py take_back",
-        "[group.displaced() for group in groups]",
+        "[group.displaced(parts.groups.storages()) for group in groups]",
         "train/test_changed_weights.py::test_a_parameter_may_be_given_data_of_the_model",
-        "(group.displaced() for group in groups)",
+        "(group.displaced(parts.groups.storages()) for group in groups)",
     ),
     Mutation(
         "what a thread of the model saves is refused", "train/hooks.py ModelHooks._hooks_of",
@@ -1103,7 +1103,7 @@ MUTATIONS: Sequence[Mutation] = (
         f"{BROKEN_OFF}::test_is_no_matter_between_the_books_and_the_loop",
     ),
     Mutation(
-        "close goes on where it was broken off", "train/engine.py Engine.close",
+        "close goes on where it was broken off", "train/engine.py Engine._close",
         "self._order.is_closed and not self._parts.runtime.is_open", "train/test_clean.py::TestClose",
         "self._order.is_closed",
     ),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from faults import EIO, ENOSPC, Fault, FaultyBackend
 from tensor_stores import (
+    CHUNK,
     TIERS,
     QuickBackend,
     assert_at_rest,
@@ -481,22 +482,30 @@ def test_what_changes_on_the_device_while_it_moves_is_moved_again(
     run(main())
 
 
-def test_a_load_does_not_wait_for_the_packs_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_commit", [True, False])
+def test_a_load_does_not_wait_for_the_packs_of_a_commit_or_of_puts(
+    is_commit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shelf, "_MOST_OPEN", 1)
+
+    async def put(store: TensorStore) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(store.put(f"n.{number}", block(2), tier=Tier.NVME))
 
     async def main() -> None:
         backend = GatedBackend("chunk")
-        async with opened(tmp_path, backend=backend) as store:
+        async with opened(tmp_path, backend=backend, io_threads=8, cpu_memory=64 * CHUNK) as store:
             await store.put("loaded", block(1), tier=Tier.NVME)
             for number in range(3):
                 await store.put(f"h.{number}", block(2), tier=Tier.CPU)
             backend.is_armed = True
-            committing = asyncio.create_task(store.commit())
+            writing: asyncio.Task[object] = asyncio.create_task(store.commit() if is_commit else put(store))
             await backend.reached()
             assert await value_of(store, "loaded") == 1
-            assert not committing.done()
+            assert not writing.done()
             backend.go_on.set()
-            await committing
+            await writing
 
     run(main())
 

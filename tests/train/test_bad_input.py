@@ -376,6 +376,8 @@ class TestKinds:
             ("tiers", {}, "tiers must be a TierConfig, not dict"),
             ("optimizer", 1e-3, "optimizer must be an AdamWConfig, not float"),
             ("max_grad_norm", "1", "max_grad_norm must be above 0, not '1'"),
+            ("max_grad_norm", 10**400, "max_grad_norm must be above 0, not 1000"),
+            ("max_grad_norm", torch.ones(2), r"max_grad_norm must be above 0, not tensor\(\[1., 1.\]\)"),
             ("max_grad_norm", [1.0], r"max_grad_norm must be above 0, not \[1.0\]"),
             ("loss_scale", [1], "loss_scale must be 'dynamic' or above 0"),
             ("loss_scale", True, "loss_scale must be 'dynamic' or above 0"),

@@ -54,6 +54,19 @@ def test_a_parameter_that_is_swapped_keeps_the_way_to_its_weights(tmp_path: Path
             parameter.sum()
 
 
+def test_data_from_elsewhere_is_not_copied_before_it_is_taken_over(tmp_path: Path) -> None:
+    """Else all of a model's new weights would lie in memory twice."""
+    with opened(WAY, tmp_path) as run:
+        groups = run.engine._parts.groups
+        with run.engine.gathered([NAME], modify=True):
+            parameter = run.engine.model.get_parameter(NAME)
+            new = torch.full_like(parameter, 0.5)
+            parameter.data = new
+            (group,) = [one for one in groups.groups if any(own is parameter for own in one.parameters)]
+            (found,) = group.displaced(groups.storages()).values()
+            assert found.data_ptr() == new.data_ptr()
+
+
 def _swap_in_a_block(layers: nn.Sequential) -> None:
     one, other = layers[0][0].weight, layers[0][2].weight
     one.data, other.data = other.data, one.data

@@ -44,8 +44,8 @@ PACK = re.compile(r"put-(0|[1-9]\d{0,17})")
 _GOLDEN = 2654435769
 """The golden section of 2**32."""
 _MOST_OPEN = 64
-"""Files that are open at once for transfers of one priority: many more than threads, far fewer than the usual limit of
-1,024 descriptors."""
+"""Files that are open at once for reads, or for writes, of one priority: many more than threads, far fewer than the
+usual limit of 1,024 descriptors."""
 _PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 
@@ -213,8 +213,10 @@ class Shelf:
         if opened is not None:
             self._records[opened.number] = frozenset(opened.records)
         most_packs = max(1, _MOST_OPEN // max(1, len(directories.paths)))
-        self._turns = {priority: asyncio.Semaphore(most_packs) for priority in Priority}
-        """To have a pack open: by priority, because a load must not queue behind all packs of a commit."""
+        self._reads, self._writes = (
+            {priority: asyncio.Semaphore(most_packs) for priority in Priority} for _ in range(2)
+        )
+        """Turns to have a pack open. A load must not queue behind all packs of a commit, or behind all that are put."""
         self._old: list[Path] = []
         """Files of packs that the generation before the opened one may need, and the opened one does not."""
         self._doomed: list[ExtentPack] = []
@@ -232,7 +234,7 @@ class Shelf:
         Raises:
             StorageError: what was made is removed, as after a cancellation.
         """
-        async with self._turns[priority]:
+        async with self._writes[priority]:
             pack = self._pack(self._next_pack, name, layout)
             self._next_pack += 1
             try:
@@ -265,7 +267,7 @@ class Shelf:
         """The pack as a place to read from. One user at a time."""
         pack.is_open = True  # also while it waits for its turn: its files must stay
         try:
-            async with self._turns[priority]:
+            async with self._reads[priority]:
                 try:
                     await self._workers.submit(priority, pack.slots.open, pack.slots.current)
                     yield PackPlace(pack.slots)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,10 +89,11 @@ class Group:
 
     def changed(self) -> Iterator[str]:
         """Names of parameters that were changed in place since `accept_changes`, or were given other data."""
+        elsewhere = set(self._elsewhere())
         for position, (spec, parameter, version) in enumerate(
             zip(self.spec.parameters, self.parameters, self.versions)
         ):
-            if parameter._version != version or not self._is_in_place(position):
+            if parameter._version != version or position in elsewhere:
                 yield spec.name
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -103,14 +104,18 @@ class Group:
         """Take the values as known: `changed` reports only later changes."""
         self.versions = [parameter._version for parameter in self.parameters]
 
-    def displaced(self) -> dict[int, torch.Tensor]:
-        """Copies of the parameters that were given other data (`p.data = new`), by their positions.
+    def displaced(self, storages: Container[int]) -> dict[int, torch.Tensor]:
+        """The other data that parameters were given (`p.data = new`), by their positions.
 
-        The other data may lie in this storage, or in that of another group (`p.data, q.data = q.data, p.data`): so
-        those of all groups are copied before the first is taken back.
+        Args:
+            storages: those of all groups. Data that lies there (`p.data, q.data = q.data, p.data`) is copied: it is
+                written over when the first parameter is taken back.
         """
-        found = (position for position in range(len(self.parameters)) if not self._is_in_place(position))
-        return {position: self.parameters[position].detach().clone() for position in found}
+        given = {position: self.parameters[position].detach() for position in self._elsewhere()}
+        return {
+            position: data.clone() if data.untyped_storage()._cdata in storages else data
+            for position, data in given.items()
+        }
 
     @torch.no_grad()
     def take_back(self, displaced: Mapping[int, torch.Tensor]) -> list[str]:
@@ -136,16 +141,18 @@ class Group:
             torch.autograd.graph.increment_version(self.parameters[position])  # graphs over the old values are refused
         return wrong
 
-    def _is_in_place(self, position: int) -> bool:
-        """Whether a parameter is still the view that `bind` has made."""
-        parameter, spec = self.parameters[position], self.spec.parameters[position]
-        return (
-            parameter.untyped_storage()._cdata == self.storage._cdata
-            and parameter.storage_offset() == spec.start
-            and parameter.shape == spec.shape
-            and parameter.is_contiguous()
-            and parameter.dtype is TORCH_DTYPES[self.spec.dtype]
-        )
+    def _elsewhere(self) -> Iterator[int]:
+        """Positions of parameters that are not the view which `bind` has made; called in each forward."""
+        own, dtype = self.storage._cdata, TORCH_DTYPES[self.spec.dtype]
+        for position, (spec, parameter) in enumerate(zip(self.spec.parameters, self.parameters)):
+            if not (
+                parameter.untyped_storage()._cdata == own
+                and parameter.storage_offset() == spec.start
+                and parameter.shape == spec.shape
+                and parameter.is_contiguous()
+                and parameter.dtype is dtype
+            ):
+                yield position
 
     def _view(self, position: int) -> torch.Tensor:
         spec = self.spec.parameters[position]
@@ -181,6 +188,10 @@ class ModelGroups:
     aliases: dict[str, str]
     empty: dict[str, ParameterSpec]
     kept_views: list[KeptView]
+
+    def storages(self) -> set[int]:
+        """Addresses of the storages of all groups."""
+        return {group.storage._cdata for group in self.groups}
 
     def refuse_newcomers(self, model: nn.Module) -> None:
         """Refuse parameters that were added to the model later: they are in no group, and would never be trained.

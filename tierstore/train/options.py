@@ -5,6 +5,7 @@ Scope: options, and the update schedule that a name means. Not here: what follow
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsFloat
@@ -119,7 +120,8 @@ def options_of(
         raise ConfigError(f"overlap is True or False, not {overlap!r}")
     norm = None
     if isinstance(max_grad_norm, SupportsFloat) and not isinstance(max_grad_norm, bool):
-        norm = float(max_grad_norm)  # a Decimal does not compute with floats, and numpy's fp32 would round the result
+        with contextlib.suppress(ArithmeticError, ValueError, TypeError, RuntimeError):  # as of two numbers
+            norm = float(max_grad_norm)  # a Decimal does not compute with floats, and numpy's fp32 would round results
     if max_grad_norm is not None and not (norm is not None and norm > 0):
         raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm!r}; None switches clipping off")
     can_go_back = has_store and commit_every == 1 and kept is Durability.COMMIT

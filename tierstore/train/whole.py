@@ -270,7 +270,7 @@ def _undo_changes(parts: Assembly, index: int) -> bool:
     """
     group = parts.groups.groups[index]
     is_changed = any(group.changed())
-    group.take_back(group.displaced())
+    group.take_back(group.displaced(parts.groups.storages()))
     guard(group, parts.access.gate)
     group.accept_changes()
     if is_changed and parts.partition.keeps_all:
@@ -308,7 +308,7 @@ def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> 
 
     def work() -> None:
         parts.groups.refuse_newcomers(parts.model)
-        displaced = [group.displaced() for group in groups]
+        displaced = [group.displaced(parts.groups.storages()) for group in groups]
         wrong = [sentence for group, those in zip(groups, displaced) for sentence in group.take_back(those)]
         for group in groups:  # `torch.utils.swap_tensors` takes both away
             guard(group, parts.access.gate)
