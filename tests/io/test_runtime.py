@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import subprocess
 import sys
 import threading
@@ -42,6 +43,16 @@ def test_results_and_errors_cross(runtime: Runtime) -> None:
     with pytest.raises(TypeError):
         runtime.call(double)  # type: ignore[call-arg]
     assert runtime.call(double, 5) == 10
+
+
+@pytest.mark.parametrize("kind", [StopIteration, asyncio.CancelledError, concurrent.futures.CancelledError])
+def test_an_error_that_no_future_carries_leaves_a_file_thread(kind: type[BaseException], runtime: Runtime) -> None:
+    def work() -> None:
+        raise kind("mine")
+
+    with pytest.raises(RuntimeError, match=rf"work in a thread raised {kind.__name__}\('mine'\)"):
+        runtime.call(asyncio.to_thread, work, timeout_s=5)
+    runtime.raise_failure()  # none is kept
 
 
 def test_calls_from_many_threads(runtime: Runtime) -> None:

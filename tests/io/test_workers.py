@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,10 @@ def test_results_errors_and_threads() -> None:
             await pool.submit(Priority.DEMAND, divmod, 7, 0)
         with pytest.raises(RuntimeError, match="StopIteration"):
             await pool.submit(Priority.DEMAND, next, iter(()))
+        cancelled: Future[None] = Future()
+        cancelled.cancel()
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            await pool.submit(Priority.DEMAND, cancelled.result)
         numbers = await asyncio.gather(*[pool.submit(Priority.WRITE, abs, -number) for number in range(500)])
         assert numbers == list(range(500))
 

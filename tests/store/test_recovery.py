@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import errno
 import json
 import os
@@ -119,14 +121,16 @@ def test_what_is_set_after_a_step_whose_commit_an_error_prevented_is_what_is_com
         run.until(6)
 
 
-def test_what_fails_before_a_commit_leaves_the_generation_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [OSError, StopIteration, asyncio.CancelledError, concurrent.futures.CancelledError])
+def test_what_fails_before_a_commit_leaves_the_generation_before_it(kind: type[BaseException], tmp_path: Path) -> None:
+    """Also an error that a future cannot carry as it is: a bare `next()` of a log, or work that was cancelled."""
     way = Way("forward")
     calls: list[int] = []
 
     def sync() -> None:
         calls.append(run.engine.step_count)
         if len(calls) == 2:
-            raise OSError("the disk of the log is full")
+            raise kind("the disk of the log is full")
 
     run = open_run(way, tmp_path, commit_every=2)
     run.engine.flush()
@@ -136,8 +140,9 @@ def test_what_fails_before_a_commit_leaves_the_generation_before_it(tmp_path: Pa
     assert calls == [2]
     kept = State.of(run)
     run.until(4)
-    with pytest.raises(OSError, match="the log is full"):
+    with pytest.raises(OSError if kind is OSError else RuntimeError, match="the log is full") as caught:
         run.engine.close()
+    assert kind in (type(caught.value), type(caught.value.__cause__))
     with opened(way, tmp_path, resume="must") as run:
         kept.check_equal(State.of(run))
         run.until(6)

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from tierstore.io import stacks
+from tierstore.io.tasks import carried
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class FileThreads(ThreadPoolExecutor):
             try:
                 future.set_result(fn(*args, **kwargs))
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(carried(error))
 
         with self._lock:
             if not self._is_open:

@@ -1,11 +1,13 @@
-"""Helpers for coroutines: concurrent work, work that no cancellation stops, several failures raised as one.
+"""Helpers for coroutines: concurrent work, work that no cancellation stops, errors of threads, several raised as one.
 
-Scope: `together`, `to_the_end`, `raise_first`. Not here: tasks that outlive their starter (`runtime.py` owns those).
+Scope: `together`, `to_the_end`, `carried`, `raise_first`.
+Not here: tasks that outlive their starter (`runtime.py` owns those).
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
@@ -60,6 +62,19 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is not None:
         raise cancelled
     return result
+
+
+def carried(error: BaseException) -> BaseException:
+    """An error of work in a thread, as a future carries it to its waiter.
+
+    A future refuses a `StopIteration`, and its waiter would wait for ever. An error that says "cancelled" would cancel
+    the waiter, and nobody would hear of it. So they are wrapped in a `RuntimeError`.
+    """
+    if not isinstance(error, (StopIteration, asyncio.CancelledError, concurrent.futures.CancelledError)):
+        return error
+    wrapped = RuntimeError(f"work in a thread raised {error!r}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def raise_first(errors: Iterable[BaseException]) -> NoReturn:

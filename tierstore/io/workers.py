@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io import stacks
 from tierstore.io.fork import ForkAware
+from tierstore.io.tasks import carried
 from tierstore.io.threads import WaitedThread
 
 T = TypeVar("T")
@@ -244,9 +245,5 @@ def _finish(job: Job[Any], result: Any, error: BaseException | None) -> None:
         return  # failed before: the job was given up, or its thread was lost
     if error is None:
         job.set_result(result)
-    elif isinstance(error, StopIteration):  # a future cannot carry it
-        wrapped = RuntimeError("a job raised StopIteration")
-        wrapped.__cause__ = error
-        job.set_exception(wrapped)
     else:
-        job.set_exception(error)
+        job.set_exception(carried(error))
