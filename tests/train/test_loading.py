@@ -289,6 +289,64 @@ def test_a_position_is_kept_until_a_batch_is_handed_out(
     assert found == expected[3:]
 
 
+@pytest.mark.parametrize("before", ["nothing", "a pass", "a break", "a position", "an interrupt"])
+@pytest.mark.parametrize("fails", ["0", "1", "moving"])
+def test_a_loader_with_a_state_loses_no_batch_when_a_pass_ends_before_its_first(
+    fails: str, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C in the loader, at the first batch or at the one after it, or by an error in moving the first."""
+    stream = Stream(4)
+    loader = PrefetchingLoader(stream)
+
+    def interrupt(at: int) -> None:
+        countdown = iter([False] * at + [True])
+
+        def interrupts(source: Iterator[Any]) -> Iterator[Any]:
+            for batch in source:
+                if next(countdown, False):
+                    raise KeyboardInterrupt
+                yield batch
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "iter", lambda source: interrupts(iter(source)), raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
+
+    begin = {"a break": 1, "a position": 2}.get(before, 0)
+    if before == "a pass":
+        assert len(list(loader)) == 4
+    elif before == "a break":
+        next(iter(loader))
+    elif before == "a position":
+        other = PrefetchingLoader(Stream(4))
+        loader.load_state_dict([other.state_dict() for _ in itertools.islice(other, 2)][1])
+    elif before == "an interrupt":
+        interrupt(0)
+    if fails == "moving":
+        with monkeypatch.context() as patch:
+            patch.setattr(loader._mover, "_moved", lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                next(iter(loader))
+    else:
+        interrupt(int(fails))
+    assert loader.state_dict()["source"] == {"next": begin}
+    assert [batch.item() for batch in loader] == list(range(begin, 4))
+    assert [batch.item() for batch in loader] == [0, 1, 2, 3]
+
+
+def test_between_passes_a_loader_with_a_state_may_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own position holds then, also if the pass that begins there is broken off."""
+    stream = Stream(4)
+    loader = PrefetchingLoader(stream)
+    assert len(list(loader)) == 4
+    stream.state["next"] = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(loader._mover, "_moved", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(iter(loader))
+    assert [batch.item() for batch in loader] == [2, 3]
+
+
 @pytest.mark.parametrize("end", ["break", "close", "with", "error"])
 def test_an_early_end_leaves_no_worker(end: str) -> None:
     loader = PrefetchingLoader(DataLoader(Numbers(40), batch_size=2, num_workers=1))

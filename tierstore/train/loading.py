@@ -68,6 +68,7 @@ class PrefetchingLoader(Generic[T]):
         self._source: Any = None
         self._ahead: dict[str, Any] | None = None
         self._to_resume = False
+        self._is_under_way = False  # a pass over a loader with a state was begun, and has not come to its end
         self._iterator: Iterator[T] | None = None
         # Weak: a loop that is left drops its pass, and with it the workers, at once and not at a later collection.
         self._pass: Callable[[], Any] = lambda: None
@@ -140,6 +141,8 @@ class PrefetchingLoader(Generic[T]):
 
     def _iterate(self) -> Generator[T]:
         try:
+            if self._is_stateful:
+                self._put_right()
             ahead = self._resumed() if self._to_resume else self._begun()
             while not ahead.is_end:
                 if ahead.error is not None:
@@ -155,23 +158,26 @@ class PrefetchingLoader(Generic[T]):
             self._source = ahead.source
             # Only now: until the pass is asked for more, the last batch may not have been trained on.
             self._handed_out, self._begin, self._ahead = 0, None, None
-            self._to_resume = False
+            self._to_resume = self._is_under_way = False
         finally:
             self._iterator = None  # a DataLoader ends its workers when nobody holds its iterator
 
+    def _put_right(self) -> None:
+        """Make a loader with a state go on after the last batch that was handed out, before a pass begins."""
+        if self._is_under_way or self._to_resume:  # it may have given out batches that nobody got
+            cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
+        else:
+            self._source = self._source_state()
+        self._is_under_way = True
+
     def _begun(self) -> _Ahead:
-        if self._handed_out:  # the last pass was broken off
-            self._handed_out = 0
-            if self._is_stateful:  # the loader has given out a batch that nobody got
-                cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
+        self._handed_out = 0  # the last pass may have been broken off
         self._ahead = None
         self._begin = None if self._is_stateful else _beginning(self._loader)
         self._iterator = iter(self._loader)
         return self._take()
 
     def _resumed(self) -> _Ahead:
-        if self._is_stateful:  # the last try may have taken a batch that nobody got
-            cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
         if self._begin is None and self._ahead is None:
             # Between passes, or a source that knows its position and draws no random numbers here.
             if not self._is_stateful:
