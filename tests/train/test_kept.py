@@ -17,11 +17,12 @@ from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens, tr
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import ConfigError
+from tierstore.errors import ClosedError, ConfigError
 from tierstore.plan.costs import StepPattern
 from tierstore.plan.gpu_room import kept_gradients
 from tierstore.train.backward import GradientCollector
 from tierstore.train.engine import Engine
+from tierstore.train.handover import Handover
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -163,6 +164,34 @@ def test_what_the_store_has_a_part_of_is_added_there() -> None:
     """In the order in which gradients come: the last three are not summed first."""
     looks = itertools.cycle([True, False, False])
     compare([(0, 1, 2)] * 4, lambda engine: engine.gradient("layers.1.weight") if next(looks) else 0.0)
+
+
+@pytest.mark.parametrize("place", ["give", "wait"])
+def test_a_read_that_is_interrupted_on_the_way_to_the_store_ends_the_step(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step would go on without the gradient that was taken, or before it has arrived and is measured."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    tiers = TierConfig(nvme=(), gpu_memory=ROOM, cpu_memory=ROOM)
+    with Engine(Ways(), tiers, AdamWConfig(lr=1e-2), update="forward", max_grad_norm=1.0) as engine:
+        before = engine.state_dict()
+        with engine.no_sync():
+            engine.backward(engine(torch.ones(4, 8), (0, 1, 2)).sum())
+        engine._parts.runtime.keep_failure(OSError("of something else"))
+        with pytest.raises(OSError, match="of something else"):
+            engine.gradient("layers.1.weight")
+        assert engine._parts.collector.keeps  # and a step may follow
+        with monkeypatch.context() as patch:
+            patch.setattr(Handover, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.gradient("layers.1.weight")
+        with pytest.raises(ClosedError, match="a step was broken off by KeyboardInterrupt"):
+            engine.step()
+        after = engine.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 class Summed(nn.Module):

@@ -402,7 +402,9 @@ class Engine:
             raise ConfigError(f"{name} has no gradient: there was no backward since the last step()")
         if not parts.driver.is_speculating:  # a speculation keeps gradients until step() has decided
             self._order.refuse_after_backward("gradient()")
-        parts.collector.settle()
+        parts.runtime.raise_failure()  # here it leaves the step whole
+        with self._order.unbroken(keeps_weights=True):  # Ctrl-C may lose what is on its way to the store
+            parts.collector.settle()
         begin, end = group.spec.kept_part(spec.start, spec.stop)
         part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
         if spec.name not in parts.collector.touched:
