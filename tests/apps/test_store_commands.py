@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import re
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,22 @@ def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: 
     chunks[0].path.unlink()
     result = run.invoke(app, [*verify, *paths])
     assert (result.exit_code, f"{chunks[0].path} is missing" in " ".join(result.output.split())) == (1, True)
+
+
+def test_a_store_of_more_files_than_may_be_open_is_verified(tmp_path: Path) -> None:
+    async def put_many() -> None:
+        async with tensor_stores.opened(tmp_path) as store:
+            for number in range(60):
+                await store.put(f"h/{number}", tensor_stores.block(number, 10), tier=Tier.NVME)
+
+    tensor_stores.run(put_many())
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, usual[1]))
+    try:
+        result = CliRunner().invoke(app, ["verify", "--memory", "1TiB", str(tmp_path / "store")], env=WIDE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert (result.exit_code, "all as written; 60 chunks" in result.output) == (0, True), result.output
 
 
 def test_a_directory_that_cannot_be_read_is_not_called_a_store(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from rich.table import Table
 from tierstore.alignment import padded
 from tierstore.apps.progress import byte_bar
 from tierstore.archive import flow
-from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
 from tierstore.archive.sources import INDEX, SINGLE
@@ -152,27 +151,25 @@ def _damages(
     advance: Callable[[int], None],
     backend: Backend,
 ) -> list[Damage]:
+    """A file is open only while a chunk of it is read: a store may have more files than may be open at once."""
     damages: list[Damage] = []
-    with OpenFiles(backend) as files:
 
-        def problem(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> str | None:
-            file = files(chunk.path)
+    def problem(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> str | None:
+        with contextlib.closing(backend.open(chunk.path)) as file:
             try:
                 file.read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)
             except StorageError as error:
                 return f"damaged: chunk {chunk.name}: {error}"
-            if chunk.record.checksum_of(buffer) == chunk.record.checksum:
-                return None
-            return f"damaged: chunk {chunk.name} at offset {chunk.offset} of {chunk.path}"
+        if chunk.record.checksum_of(buffer) == chunk.record.checksum:
+            return None
+        return f"damaged: chunk {chunk.name} at offset {chunk.offset} of {chunk.path}"
 
-        def done(chunk: CommittedChunk, message: str | None) -> None:
-            advance(padded(chunk.stored_bytes))
-            if message is not None:
-                damages.append(
-                    Damage(chunk.path, chunk.offset, chunk.stored_bytes, chunk.group, chunk.tensors, message)
-                )
+    def done(chunk: CommittedChunk, message: str | None) -> None:
+        advance(padded(chunk.stored_bytes))
+        if message is not None:
+            damages.append(Damage(chunk.path, chunk.offset, chunk.stored_bytes, chunk.group, chunk.tensors, message))
 
-        flow.run(chunks, problem, room, done=done)
+    flow.run(chunks, problem, room, done=done)
     return damages
 
 
