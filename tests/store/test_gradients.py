@@ -182,10 +182,12 @@ def test_it_is_measured_once_by_the_update_or_the_step(first: str, monkeypatch: 
 
         works = {"the step": step(), "the update": update()}
         tasks = [asyncio.create_task(works.pop(first)), asyncio.create_task(*works.values())]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert ended == []
-        thread_is_free.set()
+        try:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert ended == []
+        finally:
+            thread_is_free.set()
         assert float(np.square(VALUES, dtype=np.float64).sum()) in await asyncio.gather(*tasks)
         assert measured == [1000]
         (partials,) = await gradients.take_partials()
