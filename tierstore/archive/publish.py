@@ -18,6 +18,8 @@ File names of a pack contain the identity of its content, so files of two packs 
 such a pack is refused, as an export is, if a file of its name is there that no index in the first directory names.
 Nothing else is ever removed or overwritten except, with `overwrite`, the checkpoint in the first directory; a
 checkpoint in another one of the directories is refused.
+With `overwrite`, that checkpoint's files are known by name alone: where an equal pack shares one of the other
+directories, a file of it there has such a name, too, and may be removed or replaced.
 """
 
 from __future__ import annotations
