@@ -117,6 +117,21 @@ def test_what_the_disk_cannot_read_is_damage_and_the_rest_is_read(tmp_path: Path
     assert backend.calls.count("pread") == len(chunks)
 
 
+def test_a_header_that_the_disk_cannot_read_is_damage_and_the_chunks_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store([tmp_path], Codec.NONE)
+    _, chunks = committed_chunks([tmp_path])
+    disk = FaultyBackend(EIO, kinds=("pread",))
+    monkeypatch.setattr(watch, "Backend", lambda: disk)
+    verdict = verify.run_verify([tmp_path], 2**40, NOBODY)
+    (damage,) = verdict.damages
+    assert (disk.hit, damage.offset, verdict.chunks) == (("pread", damage.path), 0, len(chunks))
+    assert damage.message.startswith(f"damaged: read of 4096 B at offset 0 of {damage.path} failed: Input/output error")
+    assert "a run cannot open the store" in verdict.advice
+    assert disk.calls.count("pread") == len({chunk.path for chunk in chunks}) + len(chunks)
+
+
 @pytest.mark.parametrize(
     ("seen", "exit_code", "said"),
     [

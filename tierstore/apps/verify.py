@@ -40,6 +40,7 @@ _STORE_TIMEOUT_S = TierConfig().timeout_s
 _OF_A_PACK = "pack again, or restore the files from a copy"
 _OF_CHUNKS = "--resume previous goes back one generation, if all chunks of that are whole; else restore it from a copy"
 _OF_HEADERS = "a run does not need these headers; other programs that open the files need an undamaged copy"
+_OF_UNREAD_HEADERS = "a run cannot open the store while the disk does not give all headers: restore it from a copy"
 _TIMES = 3  # attempts to read a store whose run goes on
 
 
@@ -132,13 +133,15 @@ def _verify_last(
         )
     what = f"store {paths[0]}, generation {generation.number}"
     seconds, advice = time.perf_counter() - start, _OF_CHUNKS if damages else _OF_HEADERS
+    if any(reason for _, _, reason in headers):
+        advice = _OF_UNREAD_HEADERS
     damages = [*starmap(_of_header, headers), *damages]
     return Verdict(what, len(chunks), total, seconds, tuple(damages), advice), generation.number
 
 
-def _of_header(path: Path, nbytes: int) -> Damage:
-    message = f"damaged: the header of {path}, which a run does not need, but other programs do"
-    return Damage(path, 0, nbytes, "", (), message)
+def _of_header(path: Path, nbytes: int, reason: str) -> Damage:
+    message = reason or f"the header of {path}, which a run does not need, but other programs do"
+    return Damage(path, 0, nbytes, "", (), f"damaged: {message}")
 
 
 def _largest(chunks: Sequence[CommittedChunk]) -> int:

@@ -312,19 +312,26 @@ class SlotPack:
                 self._headers_to_write.append((file, aligned_copy(layout.header)))
         return is_made
 
-    def damaged_headers(self, records: Sequence[ChunkRecord | None]) -> Iterator[tuple[Path, int]]:
-        """Files of a generation with these records whose header is not as it was made, and the size of the header.
+    def damaged_headers(self, records: Sequence[ChunkRecord | None]) -> Iterator[tuple[Path, int, str]]:
+        """Files of a generation with these records whose header is not as it was made, or cannot be read.
+
+        Returns:
+            For each, its path, the size of the header in bytes, and why it cannot be read; empty if it can.
 
         Raises:
-            StorageError: a file cannot be read.
+            StorageError: a file cannot be opened.
         """
         needed = self._needed(records)
         for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             if number in needed:
+                is_whole, reason = False, ""
                 with contextlib.closing(self._io.backend.open(path)) as file:
-                    is_whole = _has_header(file, layout)
+                    try:
+                        is_whole = _has_header(file, layout)
+                    except StorageError as error:
+                        reason = str(error)
                 if not is_whole:
-                    yield path, len(layout.header)
+                    yield path, len(layout.header), reason
 
     def kept_files(self, records: Sequence[ChunkRecord | None]) -> Iterator[KeptFile]:
         """The files that hold a generation with these records."""

@@ -149,13 +149,13 @@ def chunks_of(generation: Generation, packs: Mapping[str, CommittedPack]) -> lis
 
 def damaged_headers(
     generation: Generation, directories: Sequence[Path], backend: Backend | None = None
-) -> list[tuple[Path, int]]:
-    """Files of a generation whose header is not as it was made, and the size of the header in bytes.
+) -> list[tuple[Path, int, str]]:
+    """Files of a generation whose header is not as it was made, or cannot be read; as `SlotPack.damaged_headers`.
 
-    The engine needs no header; other programs that open the files do.
+    The engine makes a damaged header anew; other programs that open the files need it.
 
     Raises:
-        StorageError: a file cannot be read.
+        StorageError: a file cannot be opened.
     """
     packs = packs_of(generation, directories, backend)
     return [one for kind, pack in packs.items() for one in pack.slots.damaged_headers(generation.records[kind])]
