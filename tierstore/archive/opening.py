@@ -74,6 +74,8 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
     shards, identity = files[0].archive.shards, files[0].archive.identity
     if not first.is_dir() and shards > 1:
         raise FormatError(f"{first} is one of {shards} files; give the directory that holds the index of them")
+    found = [file.path for file in files]
+    refuse_idle(paths, [first, *found, *(path.parent for path in found if first.is_dir())])
     for number, file in enumerate(files):
         if (file.archive.identity, file.archive.shards, file.archive.shard) != (identity, shards, number):
             raise FormatError(
@@ -129,21 +131,18 @@ def refuse_idle(paths: Sequence[Path], parts: Collection[Path]) -> None:
     """
     known = set(map(os.path.realpath, parts))
     if idle := [path for path in paths if os.path.realpath(path) not in known]:
-        raise ConfigError(f"{idle[0]} is no part of {paths[0]}: give one pack, or the directories of one")
+        raise ConfigError(f"nothing would be read from {idle[0]}: give one pack, or the directories of one")
 
 
 def _found(first: Path, paths: Sequence[Path]) -> list[Path]:
-    """The files of an archive, in order; each of `paths` is a part of it."""
+    """The files of an archive, in order."""
     if not first.exists():
         raise StorageError(f"there is no {first}")
     if first.name == INDEX:
         raise FormatError(f"{first} is the index of a pack, or of a checkpoint; give the directory that holds it")
     refuse_unfinished(first)
     if first.is_dir() and not (first / SINGLE).is_file():
-        files = _indexed(first, paths)
-        refuse_idle(paths, [first, *(file.parent for file in files)])
-        return files
-    refuse_idle(paths, [first])
+        return _indexed(first, paths)
     return [first / SINGLE if first.is_dir() else first]
 
 
