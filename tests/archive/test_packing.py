@@ -236,7 +236,9 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
 def test_more_files_than_may_be_open_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     small_checkpoint(tmp_path / "a", blocks=30)
     packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
-    files, before = open_archive([tmp_path / "p.safetensors"]), sorted(tmp_path.rglob("*"))
+    packed(tmp_path / "a", tmp_path / "many", shards=30, memory_bytes=MEMORY)
+    files, many = open_archive([tmp_path / "p.safetensors"]), open_archive([tmp_path / "many"])
+    before = sorted(tmp_path.rglob("*"))
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = len(os.listdir("/proc/self/fd")) + 40
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, usual[1]))
@@ -245,6 +247,9 @@ def test_more_files_than_may_be_open_are_refused_before_anything_is_written(tmp_
             packed(tmp_path / "a", tmp_path / "p", shards=30, memory_bytes=MEMORY)
         with pytest.raises(ConfigError, match=r"files at once, .* write fewer files"):
             unpack(files, UnpackOptions(tmp_path / "out", 80000, MEMORY))
+        for target in ("out.pt", "out.safetensors", "out"):  # no number of files to write is small enough
+            with pytest.raises(ConfigError, match=r"\d+ files at once, .* by `ulimit -n`$"):
+                unpack(many, UnpackOptions(tmp_path / target, 80000, MEMORY))
         assert sorted(tmp_path.rglob("*")) == before
         packed(tmp_path / "a", tmp_path / "p", shards=10, memory_bytes=MEMORY)
     finally:

@@ -34,10 +34,12 @@ def check_open_files(sources: int, targets: int) -> None:
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = sources + 2 * targets
-    if most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + count + _SPARE_DESCRIPTORS > most:
+    left = most - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS
+    if most != resource.RLIM_INFINITY and count > left:
+        advice = ", or write fewer files" if sources + 2 <= left else ""
         raise ConfigError(
-            f"this needs {count} files at once, and the process may open {most} in all: allow more by `ulimit -n`, or "
-            "write fewer files"
+            f"this needs {count} files at once, and the process may open {most} in all: allow more by `ulimit -n`"
+            f"{advice}"
         )
 
 

@@ -100,6 +100,7 @@ class _Unpacking:
         specs = self.specs
         # An upper bound: each tensor is a file of a zip archive, aligned to 64 B, named twice.
         rooms = [tensor_bytes(one.name, one.dtype, one.shape) + 1024 + 4 * len(one.name) for one in specs.values()]
+        check_open_files(len(self.files), 1)
         with Publication(self.options.destination, 1, self.backend) as publication:
             publication.begin([sum(rooms) + 2**16])
             places = empty_torch_file(publication.temporaries[0], specs, self.aliases, self.backend)
