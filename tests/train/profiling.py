@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from runs import default_dtype
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,6 +26,20 @@ def fitted(rank: int, ranks: int, reduce: str) -> dict[str, Any]:
     torch.set_num_threads(rank + 1)  # another number on each rank
     fit = fit_cost_model(reduce=reduce, sizes_bytes=(1 << 12, 1 << 16, 1 << 20), repeats=3)  # type: ignore[arg-type]
     return asdict(fit)
+
+
+def sent_in_a_fit(rank: int, ranks: int) -> set[int]:
+    """The bytes of the collectives whose time is taken, where torch's default dtype is not fp32."""
+    sent, all_reduce = set(), distributed.all_reduce
+
+    def noted(tensor: torch.Tensor, **options: Any) -> Any:
+        sent.update({tensor.nbytes} if options.get("async_op") else ())
+        return all_reduce(tensor, **options)
+
+    with default_dtype(torch.float64), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "all_reduce", noted)
+        fit_cost_model(sizes_bytes=(1 << 12, 1 << 16), repeats=1)
+    return sent
 
 
 def refused(rank: int, ranks: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,17 @@ def tiny(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> T
     """The same model for the same arguments."""
     torch.manual_seed(seed)
     return TinyModel(**options).to(dtype)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Another default dtype of torch, until the end of the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def tokens(steps: int, shape: tuple[int, int] = (2, 4), vocabulary: int = VOCABULARY) -> list[torch.Tensor]:

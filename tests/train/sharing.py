@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from runs import TinyModel, next_token_loss, tiny, tokens
+from runs import TinyModel, default_dtype, next_token_loss, tiny, tokens
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -383,16 +383,23 @@ def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
     return f"{type(told.value).__name__}: {told.value}"
 
 
-def change(rank: int, ranks: int, how: str, *, nodes: int = 0, **options: Any) -> list[list[float]]:
+def change(
+    rank: int, ranks: int, how: str, *, nodes: int = 0, default: torch.dtype = torch.float32, **options: Any
+) -> list[list[float]]:
     """The distinct values of this rank's weights, on the device and at rest, after ranks set all weights to their own
-    number + 1: all ranks ("loaded", "gathered"), or only the rank that `how` names."""
+    number + 1: all ranks ("loaded", "gathered"), or only the rank that `how` names.
+
+    Args:
+        default: torch's default dtype once the model is built.
+    """
     if nodes:
         mesh = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
         options |= {"device_mesh": mesh}
     model = nn.Sequential(nn.Embedding(20011, 13), nn.Linear(13, 3))  # more than one rank's part
     for parameter in model.parameters():
         nn.init.constant_(parameter, 9)
-    with Engine(model, TierConfig(gpu_memory="64MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
+    tiers = TierConfig(gpu_memory="64MiB", cpu_memory="64MiB", timeout_s=20.0)
+    with default_dtype(default), Engine(model, tiers, **options) as engine:
         if how == "loaded":
             engine.load_state_dict({name: torch.full_like(w, rank + 1) for name, w in engine.state_dict().items()})
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from profiling import fitted, fitted_by_ticks, refused
+from profiling import fitted, fitted_by_ticks, refused, sent_in_a_fit
 from ranks import call, run_in_turn, run_ranks
 
 from tierstore.errors import ConfigError
@@ -126,6 +126,10 @@ def test_all_ranks_fit_the_same_model() -> None:
         assert first["model"]["launch_s"] > 0
         assert first["residual"] <= first["worst_residual"]
         assert [one["nbytes"] for one in first["timings"]] == [1 << 12, 1 << 16, 1 << 20]
+
+
+def test_messages_are_as_long_as_they_are_counted() -> None:
+    assert run_ranks(2, sent_in_a_fit) == [{1 << 12, 1 << 16}] * 2
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 import pytest
 import torch
 from mappings import asks_for_huge_pages, needs_huge_pages
+from runs import default_dtype
 
 from tierstore.errors import ConfigError
 from tierstore.train import cpu_adam
@@ -244,6 +245,18 @@ def test_another_default_device_is_not_that_of_the_state(dtype):
     assert {one.device.type for one in optimizer.state[parameter].values()} == {"cpu"}
     assert optimizer.state[parameter]["step"] == 2
     torch.testing.assert_close(master, torch.zeros(8), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_is_not_that_of_the_state(default):
+    """In bf16 the count of steps would stay 256 for ever, and so would the bias correction."""
+    optimizer, (parameter,) = optimizer_of(parameters_of(torch.float32, shapes=[(3,)]))
+    set_gradients([parameter], 0)
+    with default_dtype(default):
+        for _ in range(258):
+            optimizer.step()
+    step = optimizer.state[parameter]["step"]
+    assert (step.item(), step.dtype) == (258.0, torch.float32)
 
 
 def test_hooks_of_load_see_tensors_and_may_change_them():

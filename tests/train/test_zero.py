@@ -171,6 +171,7 @@ def test_weights_that_ranks_change_differently_are_those_of_the_first() -> None:
         for how in ("gathered", "loaded", "0", "1")  # the last two: only this rank makes a change
         for options in ({"zero": 0}, {"zero": 1}, {"zero": 3}, {"nodes": 2})
     ]
+    calls += [call("gathered", zero=3, default=dtype) for dtype in (torch.float64, torch.bfloat16)]
     expected = {"gathered": [1.0], "loaded": [1.0], "0": [1.0], "1": [9.0]}
     for found, ((how,), options) in zip(run_in_turn(2, change, calls), calls):
         assert found == [[expected[how]] * 2] * 2, (how, options)

@@ -335,7 +335,7 @@ def _new_states(parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         for start, size in zip(starts, sizes)
     )
     return [
-        {"step": torch.tensor(0.0, device="cpu")}
+        {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
         | {name: next(rooms).view(dtype).view(shape) for name, (shape, dtype) in each.items()}
         for each in forms
     ]

@@ -60,7 +60,7 @@ def _chunk(parts: Assembly, group: Group, first: int) -> torch.Tensor:
     if begin < end:
         values = torch.from_numpy(parts.runtime.call(parts.store.at_rest.read, group.index, begin // size))
     else:
-        values = torch.empty(min(size, spec.size - first), device="cpu")
+        values = torch.empty(min(size, spec.size - first), dtype=torch.float32, device="cpu")
     return values if partition.keeps_all else partition.from_owner(partition.owner(spec, first), values)
 
 

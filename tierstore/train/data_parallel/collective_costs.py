@@ -128,8 +128,8 @@ class _Group:
         self._ranks = ranks
         self._group: Any = ranks.group
         self._device = device
-        self._flat = torch.zeros(most_bytes // _ELEMENT_BYTES, device=device)
-        self._shard = torch.zeros(self._flat.numel() // ranks.count, device=device) if scatter else None
+        self._flat = torch.zeros(most_bytes // _ELEMENT_BYTES, dtype=torch.float32, device=device)
+        self._shard = self._flat.new_zeros(self._flat.numel() // ranks.count) if scatter else None
 
     def launch(self, nbytes: int) -> Callable[[], None]:
         elements = nbytes // _ELEMENT_BYTES
