@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, RankLost, StorageFull, TierstoreError
+from tierstore.garbage import no_garbage_collection
 from tierstore.io import machine
 from tierstore.train import filling, partition
 from tierstore.train import ranks as train_ranks
@@ -143,6 +145,41 @@ def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: An
         with torch.no_grad():
             next_token_loss(engine, batch)  # which needs the present weights of all groups
         return losses, torch.equal(seen, engine.state_dict()[name])
+
+
+class Littering(nn.Module):
+    """Its blocks leave views of their weights in reference cycles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if index in (0, 3):
+                cycle: list[Any] = [block.weight.t()]
+                cycle.append(cycle)
+        return x
+
+
+def litter(rank: int, ranks: int, gpu_memory: str, *, is_tidy: bool) -> list[float]:
+    """The losses of a model that litters; if tidy, every rank collects garbage at a time of its own, else none does."""
+    torch.manual_seed(0)
+    tiers, losses = TierConfig(gpu_memory=gpu_memory, cpu_memory="24MiB", timeout_s=5.0), []
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(no_garbage_collection())
+        entered.callback(gc.unfreeze)
+        gc.freeze()  # else each collection looks through all of torch
+        engine = entered.enter_context(Engine(Littering(), tiers, AdamWConfig(lr=1e-2), zero=3))
+        for step in range(4):
+            loss = engine(torch.ones(2, 256)).square().mean()
+            if is_tidy and step % ranks == rank:
+                gc.collect()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
 
 
 def divide(rank: int, ranks: int, directory: str, memory: Sequence[str], **options: Any) -> int:

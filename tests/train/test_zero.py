@@ -17,6 +17,7 @@ from sharing import (
     change,
     change_wrongly,
     fill_without_room,
+    litter,
     look,
     norm_of_wide,
     step_inside,
@@ -104,6 +105,16 @@ def test_a_view_that_somebody_holds_of_weights_shows_them() -> None:
     for found in with_view:
         assert [losses for losses, _ in found] == [losses for losses, _ in expected]
         assert all(shows for _, shows in found)
+
+
+def test_views_in_garbage_keep_nothing_at_one_rank_that_others_drop() -> None:
+    calls = [call("32MiB", is_tidy=False), call("2800KiB", is_tidy=False), call("2800KiB", is_tidy=True)]
+    expected, *found = run_in_turn(2, litter, calls)
+    assert found == [expected, expected]
+
+
+def test_views_in_garbage_are_no_lack_of_room() -> None:
+    assert litter(0, 1, "1MiB", is_tidy=False) == litter(0, 1, "32MiB", is_tidy=False)
 
 
 def test_groups_of_many_blocks_have_one_norm_in_all_stages() -> None:

@@ -8,13 +8,15 @@ it holds stays on the device, so work inside a held group crosses to no other th
 
 [Note: who may drop] Only the training side decides to drop a group, and only if nobody is inside it and nobody holds a
 view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory. Copies and gathers
-hold views themselves, so for a group that is not ready only views from before count (`keep_views`).
+hold views themselves, so for a group that is not ready only views from before count (`keep_views`). With other ranks
+garbage must hold none: each rank's collector would find it at another time (`_free_garbage`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+import gc
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +87,7 @@ class DeviceAccess:
         self._ready = self._moves.ready
         self._stale: set[int] = set()
         self._kept: set[int] = set()
+        self._really_viewed: set[tuple[Hashable, int]] = set()
         self._withdrawn: set[int] = set()
         self._visits: list[tuple[int, float]] = []
         self._forward_visits = 0
@@ -142,6 +145,7 @@ class DeviceAccess:
             self._position = len(order) - 1  # where backward has ended
             self.is_recorded = True
             self._policy = self._make_policy()
+            self._really_viewed.clear()
             self.visit_seconds = [seconds for _, seconds in self._visits]
         else:
             self.visit_seconds = [0.5 * (a + b) for a, (_, b) in zip(self.visit_seconds, self._visits)]
@@ -272,8 +276,10 @@ class DeviceAccess:
         self._policy.depth = depth
         if self._policy.is_settled(position, self._held, group):
             return Decision()
+        place = (self.is_inside, position, group)
         if self._gathers is not None and (viewed := self._viewed()):
             self._runtime.call(self._moves.unviewed, viewed)  # a copy may be over at one rank and not at another
+            self._free_garbage(viewed, place)
         # Loading groups cannot be dropped yet. With other ranks they count as ready, which they may be elsewhere.
         loading = self._held - self._ready if self._gathers is None else set()
 
@@ -285,6 +291,7 @@ class DeviceAccess:
             return decide()
         except BudgetError:
             self._runtime.call(self._moves.unviewed, self._viewed())
+            self._free_garbage(self._viewed(), place)
         try:
             return decide()
         except BudgetError as error:
@@ -299,6 +306,17 @@ class DeviceAccess:
     def _viewed(self) -> list[int]:
         """Groups that are in use only because somebody holds a view: the model, or an update that copies."""
         return [group for group in self._held if not self._users[group] and self._is_in_use(group)]
+
+    def _free_garbage(self, groups: Iterable[int], place: Hashable) -> None:
+        """See to it that no view of these groups is held only by a cycle of garbage (see [Note: who may drop]).
+
+        Args:
+            place: what asks; a view that was really held there is taken to be so again, because collecting takes long.
+        """
+        viewed = {(place, group) for group in groups if group not in self._kept and self._is_viewed(group)}
+        if not self._really_viewed.issuperset(viewed):
+            gc.collect()
+            self._really_viewed.update(one for one in viewed if self._is_viewed(one[1]))
 
     def _depth_from(self, position: int) -> int:
         """How far to fetch ahead: not before the order is known, and not past an update that makes weights stale."""
@@ -388,6 +406,7 @@ class DeviceAccess:
             self._kept.clear()
             viewed = [group for group in groups if group in self._held and self._is_viewed(group)]
             self._runtime.call(self._moves.unviewed, viewed)
+            self._free_garbage(viewed, "step")
             self._kept = {group for group in viewed if self._is_viewed(group)}
 
     def weights_changed(self, groups: Iterable[int]) -> None:
@@ -418,12 +437,15 @@ class DeviceAccess:
         if self._gathers is not None:
             # All ranks must drop the same groups, but their updates and gathers end at different times.
             self._await_ready(groups)
+            self._free_garbage(groups, "release")
         self._move([group for group in groups if group in self._ready and not self._is_in_use(group)], ())
 
     def release_all(self) -> None:
         """Drop every group that nobody uses."""
         self._await_ready(self._held)
         self._kept.clear()
+        if self._gathers is not None:
+            self._free_garbage(self._held, "release")
         self._move([group for group in sorted(self._held) if not self._is_in_use(group)], ())
         self._current = None
 
