@@ -411,6 +411,9 @@ def refused(rank: int, ranks: int, case: str) -> str:
         module.extra = nn.Parameter(torch.zeros(2))
     elif case == "dtype" and rank == 1:
         module.layers[2].double()
+    elif case == "order":
+        order = torch.channels_last if rank == 1 else torch.contiguous_format
+        module.image = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=order)
     elif case == "buffers":
         options["broadcast_buffers"] = rank == 0
         module.register_buffer("buffer", torch.ones(2))

@@ -61,6 +61,7 @@ def test_ranks_that_differ_are_told_on_all() -> None:
         "shape": "layers.1.weight is (25, 24) float32 trained on rank 1, (24, 24) float32 trained on rank 0",
         "missing": "parameter extra is (2,) float32 trained on rank 1, missing on rank 0",
         "dtype": "layers.2.weight is (24, 24) float64",
+        "order": "(4, 3, 3, 3) float32 trained in channels_last on rank 1, (4, 3, 3, 3) float32 trained on rank 0",
         "option": "option bucket is 2048 on rank 1, 1024 on rank 0",
         "buffers": "option broadcast_buffers is False on rank 1, True on rank 0",
     }

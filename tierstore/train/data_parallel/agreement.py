@@ -16,6 +16,7 @@ from torch import distributed, nn
 
 from tierstore.errors import ConfigError
 from tierstore.pack.layout import some_of
+from tierstore.train.data_parallel.buckets import memory_format
 from tierstore.train.ranks import Ranks
 
 _BROADCAST_BYTES = 64 * 2**20  # of one broadcast: bounds the copy that it takes
@@ -67,8 +68,11 @@ def broadcast_flat(ranks: Ranks, tensors: Sequence[torch.Tensor], what: str) -> 
 
 
 def _described(tensor: torch.Tensor, is_trained: bool) -> str:
-    trained = " trained" if is_trained else ""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trained}"
+    said = f"{tuple(tensor.shape)} {tensor.dtype}"
+    if is_trained:
+        order = memory_format(tensor)  # others are reduced and sent in the order of their elements, whatever that is
+        said += " trained" if order is torch.contiguous_format else f" trained in {order}"
+    return said.replace("torch.", "")
 
 
 def _differences(first: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> Iterator[str]:

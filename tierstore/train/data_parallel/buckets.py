@@ -202,8 +202,14 @@ def _allocate(index: int, members: Sequence[tuple[int, torch.Tensor]], pad_to: i
 
 def _view(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
     """The place of one gradient; with the strides of its parameter, so that autograd need not change its layout."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    order = formats.get(parameter.dim())
-    if order is not None and not parameter.is_contiguous() and parameter.is_contiguous(memory_format=order):
+    if memory_format(parameter) is not torch.contiguous_format:
         return flat.as_strided(parameter.shape, parameter.stride(), start)
     return flat[start : start + parameter.numel()].view(parameter.shape)
+
+
+def memory_format(parameter: torch.Tensor) -> torch.memory_format:
+    """The order of a gradient's elements in its bucket, which must be the same on all ranks."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+    if order is None or parameter.is_contiguous() or not parameter.is_contiguous(memory_format=order):
+        return torch.contiguous_format
+    return order
