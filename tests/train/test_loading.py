@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from tierstore.errors import ConfigError
 from tierstore.pack import tree
@@ -432,6 +432,30 @@ def test_nested_batches_keep_their_shape() -> None:
 
 def test_length() -> None:
     assert len(PrefetchingLoader(DataLoader(Numbers(14), batch_size=4))) == 4
+
+
+def part_of(rank: int, ranks: int) -> PrefetchingLoader[torch.Tensor]:
+    data = Numbers(24)
+    return PrefetchingLoader(DataLoader(data, batch_size=2, sampler=DistributedSampler(data, ranks, rank)))
+
+
+def test_a_position_in_a_part_of_the_data_is_not_one_in_another_part() -> None:
+    """Otherwise samples would be left out, or seen twice, where a run goes on with another number of ranks."""
+    loader = part_of(0, 2)
+    begun = [loader.state_dict() for _ in loader]
+    for ranks in (1, 4):
+        with pytest.raises(ConfigError, match=rf"1 batches of one of 2 parts of the data, and this .* one of {ranks}:"):
+            part_of(0, ranks).load_state_dict(begun[0])
+    with pytest.raises(ConfigError, match="one of 2 parts of the data, and this loader has one of 1:"):
+        PrefetchingLoader(DataLoader(Numbers(24), batch_size=2, shuffle=True)).load_state_dict(begun[0])
+    older = {**begun[0], "begin": {name: value for name, value in begun[0]["begin"].items() if name != "parts"}}
+    for state in (stored(begun[0]), older):
+        resumed = part_of(1, 2)
+        resumed.load_state_dict(state)
+        assert len(list(resumed)) == 5
+    between = part_of(3, 4)
+    between.load_state_dict(loader.state_dict())  # between passes any number is fine
+    assert len(list(between)) == 3
 
 
 def test_positions_that_do_not_fit() -> None:

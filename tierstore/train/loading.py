@@ -115,7 +115,8 @@ class PrefetchingLoader(Generic[T]):
         """Make the next pass go on at a saved position; a running pass is ended.
 
         Raises:
-            ConfigError: the position is that of another kind of loader, or counts batches of another size.
+            ConfigError: the position is that of another kind of loader, or counts batches of another size or of another
+                part of the data.
         """
         if not state_dict.keys() >= ({"ahead", "source"} if "source" in state_dict else {"ahead", *_COUNTED}):
             raise ConfigError("the saved position is not that of a PrefetchingLoader")
@@ -123,11 +124,8 @@ class PrefetchingLoader(Generic[T]):
             raise ConfigError(
                 "the saved position is that of a loader with state_dict, and this one has none (or the other way round)"
             )
-        if not self._is_stateful and state_dict["batches"] and state_dict["batch_size"] != self._batch_size:
-            raise ConfigError(
-                f"the saved position counts {state_dict['batches']} batches of {state_dict['batch_size']} samples; "
-                f"with batches of {self._batch_size} these would be other samples"
-            )
+        if not self._is_stateful and state_dict["batches"]:
+            self._refuse_other_samples(state_dict)
         self.close()
         self._ahead = state_dict["ahead"]
         if self._is_stateful:
@@ -136,6 +134,21 @@ class PrefetchingLoader(Generic[T]):
         else:
             self._handed_out, self._begin = state_dict["batches"], state_dict["begin"]
         self._to_resume = True
+
+    def _refuse_other_samples(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a position in the middle of a pass that counts other batches than those of this loader."""
+        batches, size, parts = state_dict["batches"], state_dict["batch_size"], _parts(self._loader)
+        if size != self._batch_size:
+            raise ConfigError(
+                f"the saved position counts {batches} batches of {size} samples; "
+                f"with batches of {self._batch_size} these would be other samples"
+            )
+        if (saved := (state_dict["begin"] or {}).get("parts", parts)) != parts:  # older positions do not tell
+            raise ConfigError(
+                f"the saved position counts {batches} batches of one of {saved} parts of the data, and this loader has "
+                f"one of {parts}: these would be other samples; end the pass with num_replicas={saved}, on as many "
+                "ranks as before"
+            )
 
     # --- one pass -----------------------------------------------------------------------------------------------
 
@@ -348,6 +361,11 @@ def _samplers(loader: Any) -> list[Any]:
     return [one for index, one in enumerate(found) if one is not None and all(one is not two for two in found[:index])]
 
 
+def _parts(loader: Any) -> int:
+    """Into how many parts its samplers divide the data: a DistributedSampler gives each rank one."""
+    return max((getattr(sampler, "num_replicas", 1) for sampler in _samplers(loader)), default=1)
+
+
 def _generators(loader: Any) -> list[torch.Generator]:
     found: list[torch.Generator] = []
     for owner in (loader, *_samplers(loader)):
@@ -364,6 +382,7 @@ def _beginning(loader: Any) -> dict[str, Any]:
         "random": random_states(),
         "generators": [generator.get_state().numpy() for generator in _generators(loader)],
         "epochs": [getattr(sampler, "epoch", None) for sampler in samplers],  # of a DistributedSampler
+        "parts": _parts(loader),
         "samplers": [copy.deepcopy(sampler.state_dict()) if _has_state(sampler) else None for sampler in samplers],
     }
 
