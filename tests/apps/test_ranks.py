@@ -209,6 +209,21 @@ def test_a_rank_knows_its_place() -> None:
             Launch.of({**RANKS, name: value})
 
 
+@pytest.mark.parametrize("local_count", [2, 1])
+def test_machines_with_different_numbers_of_ranks_are_refused_on_each(local_count: int) -> None:
+    """Each machine would count the machines in its own way, and their ranks would wait for each other elsewhere."""
+    place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(local_count)}
+    said = rf"{local_count} of the 3 ranks are on this machine, one of 2: give torchrun the same --nproc-per-node"
+    with pytest.raises(ConfigError, match=said):
+        Launch.of({**place, "GROUP_WORLD_SIZE": "2"})
+    assert Launch.of({**RANKS, "GROUP_WORLD_SIZE": "2"}).nodes == 2
+
+
+def test_an_uneven_number_of_ranks_is_refused_also_without_the_number_of_machines() -> None:
+    with pytest.raises(ConfigError, match="2 of the 3 ranks are on this machine"):
+        Launch.of({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_ranks_together_see_what_one_sees(folder: Path, ranks: int) -> None:
     corpus = read_corpus(folder / "text")

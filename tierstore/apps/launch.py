@@ -40,7 +40,8 @@ class Launch:
         """As the variables of torchrun say; without torchrun there is one rank.
 
         Raises:
-            ConfigError: the variables are not numbers, no valid place among ranks, or only some of them are set.
+            ConfigError: the variables are not numbers, no valid place among ranks, or only some of them are set; or not
+                all machines have the same number of ranks.
         """
         if "WORLD_SIZE" not in environment or "RANK" not in environment:
             return cls()
@@ -50,10 +51,16 @@ class Launch:
             launch = cls(*map(int, values.values()))
             if not (0 <= launch.rank < launch.count and 0 <= launch.local_rank < launch.local_count <= launch.count):
                 raise ValueError
-            return launch
+            machines = int(environment.get("GROUP_WORLD_SIZE", launch.nodes))
         except ValueError:
             found = ", ".join(f"{name}={value}" for name, value in values.items())
             raise ConfigError(f"the launcher's variables say {found}: start several ranks with torchrun") from None
+        if launch.count != machines * launch.local_count:
+            raise ConfigError(
+                f"{launch.local_count} of the {launch.count} ranks are on this machine, one of {machines}: give "
+                "torchrun the same --nproc-per-node on all machines"
+            )
+        return launch
 
     def options(self, given: TrainOptions) -> TrainOptions:
         """The options of this rank: its GPU.
