@@ -42,7 +42,11 @@ from tierstore.train.ranks import Ranks, refuse_different
 T = TypeVar("T")
 Partials = npt.NDArray[np.float64]
 _LEAST_CHUNKS = 4
-"""Least number of chunks of the largest group per rank: parts differ by one, and the store may open on more ranks."""
+"""Least number of chunks of the largest group per rank: parts differ by one, and the store may open on more ranks.
+
+The store keeps its chunks: on more ranks its parts are less equal. Chunks of a store that one rank has made may be as
+large as a group; then rank 0 of several keeps all of that group.
+"""
 
 
 class Partition:
@@ -133,7 +137,7 @@ class Partition:
         return spec if self.keeps_all else shard(spec, self.rank, self.count, chunk_elements)
 
     def chunk_limit(self, specs: Sequence[GroupSpec]) -> int:
-        """The most elements that a chunk of a new store may have, so that the parts are about equal."""
+        """The most elements that a chunk of a new store may have, so that its parts are about equal on these ranks."""
         largest = max(spec.size for spec in specs)
         return max(1, -(-largest // (self.count * _LEAST_CHUNKS * BLOCK))) * BLOCK
 
