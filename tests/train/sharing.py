@@ -399,6 +399,12 @@ def train_apart(rank: int, ranks: int, directory: str, *, has_hosts: bool = Fals
         return train(rank, ranks, f"{directory}/{rank}", 1, **options)
 
 
+def train_replicas(rank: int, ranks: int, directory: str, shards: int, **options: Any) -> dict[str, Any]:
+    """A step of replicas of so many ranks, all of which name one directory."""
+    options["device_mesh"] = init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+    return train(rank, ranks, directory, 1, **options)
+
+
 def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
     """The error of a rank in the second step, in which the last rank finds no memory for weights."""
     allocate, full = CpuDevice.allocate, [False]

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ranks import Outcome, outcomes_of, run_ranks
-from sharing import train, train_apart
+from sharing import train, train_apart, train_replicas
 
 from tierstore.config import Durability, Resume
 from tierstore.store.manifest import digest
@@ -92,6 +93,16 @@ def test_a_store_is_of_one_machine(tmp_path: Path) -> None:
     for outcome in outcomes_of(2, partial(train_apart, has_hosts=True), str(tmp_path)):
         assert "ranks 0 and 1 are on two machines" in last_line(outcome)
         assert "device_mesh=init_device_mesh" in last_line(outcome)
+
+
+@pytest.mark.parametrize("durability", ["commit", "none"])
+def test_replicas_on_one_machine_have_stores_of_their_own(durability: str, tmp_path: Path) -> None:
+    """In one store they would write over each other."""
+    for outcome in outcomes_of(2, partial(train_replicas, durability=durability), str(tmp_path / "one"), 1):
+        said = last_line(outcome)
+        assert f"nvme is {tmp_path}/one at ranks 0 and 1, which device_mesh makes two replicas" in said
+        assert "give each replica directories of its own" in said
+    assert not (tmp_path / "one").exists()
 
 
 def test_a_store_that_goes_before_it_is_locked_holds_nothing(tmp_path: Path) -> None:

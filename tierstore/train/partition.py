@@ -181,16 +181,19 @@ class Partition:
         """The ranks that write the store, as the store sees them.
 
         Raises:
-            ConfigError: raised at all ranks: some that share the parts write another store, so none is whole.
+            ConfigError: raised at all ranks: some that share the parts write another store, so none is whole; or ranks
+                of two replicas write the same store, over each other.
         """
         if self.ranks is None:
             return Alone()
         where = _Place(boot_id(), [os.path.realpath(path) for path in tiers.nvme] or [f"rank {self.ranks.rank}"])
         told = self.exchange("the directories of the store", (where, self.shards[0]))
         places = [place for place, _ in told]
-        if tiers.nvme and is_durable:
-            for rank, (place, first) in enumerate(told):
+        for rank, (place, first) in enumerate(told) if tiers.nvme else ():
+            if is_durable:
                 _check_one_store(rank, place, first, places[first])
+            there = places.index(place)
+            _check_own_store(rank, place, first, there, told[there][1])
         members = [rank for rank, place in enumerate(places) if place == where]
         self.position = members.index(self.ranks.rank)
         self._team = _RankTeam(self.ranks, self._teams, members)
@@ -364,6 +367,15 @@ def _check_one_store(rank: int, place: _Place, first: int, expected: _Place) -> 
         raise ConfigError(
             f"nvme is {here} at rank {rank} and {there} at rank {first}, and a store with all parts is in one place: "
             "give all ranks of a machine the same directories, of all its disks if there are several"
+        )
+
+
+def _check_own_store(rank: int, place: _Place, first: int, there: int, expected: int) -> None:
+    """Refuse a rank with the directories of a rank of another replica: both keep all parts, each over the other's."""
+    if first != expected:
+        raise ConfigError(
+            f"nvme is {', '.join(place.directories)} at ranks {there} and {rank}, which device_mesh makes two "
+            "replicas: each keeps a whole store, so give each replica directories of its own"
         )
 
 
