@@ -16,6 +16,7 @@ from sharing import train, train_apart, train_replicas
 from tierstore.config import Durability, Resume
 from tierstore.store.manifest import digest
 from tierstore.store.manifest_files import COMMIT
+from tierstore.store.names import UNFINISHED
 from tierstore.train import opening
 
 STEPS = 2
@@ -25,7 +26,8 @@ TRAIN_NODES = partial(TRAIN, nodes=2, resume="auto")
 
 def nodes(directory: Path, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
     """Two nodes of one rank, each with a whole store of its own."""
-    return run_ranks(2, TRAIN_NODES, str(directory), until=steps, **options)
+    length = {"until": steps} if steps else {"steps": 0}
+    return run_ranks(2, TRAIN_NODES, str(directory), **length, **options)
 
 
 def refusals(directory: Path, resume: str = "auto") -> list[str]:
@@ -78,6 +80,50 @@ def test_stores_of_an_older_release_open(tmp_path: Path) -> None:
     for node in "01":
         forget_commits(tmp_path / node)
     assert [rank["begun_at"] for rank in nodes(tmp_path, STEPS + 1)] == [STEPS] * 2
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores of a run that has made no step."""
+    directory = tmp_path_factory.mktemp("begun")
+    nodes(directory, steps=0)
+    return directory
+
+
+def lose_first(stores: Path, *, is_marked: bool = True) -> None:
+    """As if node 1 was killed before it published generation 0, and node 0 afterwards."""
+    for node in "01" if is_marked else "1":
+        (stores / node / UNFINISHED).touch()
+    manifest = stores / "1" / "manifest-000000000000.json"
+    manifest.rename(f"{manifest}.tmp")
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_run_that_was_killed_while_nodes_published_the_first_generation(
+    has_files: bool, begun: Path, tmp_path: Path
+) -> None:
+    """There is nothing to go on from, and nothing to lose."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    lose_first(tmp_path)
+    if not has_files:  # publishing failed, and the node took away what it had made
+        shutil.rmtree(tmp_path / "1")
+    one, other = nodes(tmp_path, seed=1)
+    assert one["begun_at"] == other["begun_at"] == 0
+    assert one["losses"] == nodes(tmp_path / "new", seed=1)[0]["losses"]
+    assert [rank["begun_at"] for rank in nodes(tmp_path, STEPS + 1)] == [STEPS] * 2
+
+
+def test_only_what_no_run_has_finished_is_given_up(begun: Path, tmp_path: Path) -> None:
+    for name, resume, is_marked in (("told", "must", True), ("whole", "auto", False), ("later", "auto", True)):
+        stores = tmp_path / name
+        shutil.copytree(begun, stores)
+        lose_first(stores, is_marked=is_marked)
+        if name == "later":  # as if a removal of this store was cut short
+            (stores / "0" / "manifest-000000000000.json").rename(stores / "0" / "manifest-000000000001.json")
+        before = sorted(path.name for path in (stores / "0").iterdir())
+        number = 1 if name == "later" else 0
+        assert all(f"rank 0 {number}; rank 1 none" in said for said in refusals(stores, resume=resume)), name
+        assert sorted(path.name for path in (stores / "0").iterdir()) == before
 
 
 def test_the_ranks_of_a_machine_name_the_same_directories(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ Owner: the thread that makes the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tierstore.store.layout import GroupSpec, check_same_frozen, check_same_mode
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
 from tierstore.store.manifest_files import COMMIT, Manifests
+from tierstore.store.names import UNFINISHED
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.store.verification import is_of_tensors
@@ -39,7 +40,8 @@ def find_generation(
 ) -> Generation | None:
     """The generation that the user wants to resume; the store is then locked, so that it stays the one to resume.
 
-    Each node has manifests of its own: with several nodes it is the newest that all have from the same commit.
+    Each node has manifests of its own: with several nodes it is the newest that all have from the same commit. If some
+    were lost before they had their first one, the others give theirs up, and the run begins anew.
     """
     if not tiers.nvme:
         _refuse_nothing(options.resume, [], backend)
@@ -64,7 +66,37 @@ def find_generation(
             if is_previous:
                 _check_can_look_back(runtime, manifests, common[0], generation, options.schedule)
             return generation
+    own = found.get(team.rank)
+    if options.resume is Resume.AUTO and _are_unfinished(runtime, manifests, found.values(), own, partition):
+        partition.all_succeed("giving up generation 0", lambda: runtime.call(manifests.abandon, 0) if own else None)
+        return None
     raise _nothing_in_common(found, f" before {common[0]}" if is_previous and common else "")
+
+
+def _are_unfinished(
+    runtime: Runtime,
+    manifests: Manifests,
+    found: Collection[Sequence[int]],
+    own: Sequence[int] | None,
+    partition: Partition,
+) -> bool:
+    """Whether the stores hold nothing but weights that a run began with: it ended before all had generation 0.
+
+    The mark of an unfinished store goes when all nodes have published that generation.
+
+    Args:
+        own: the generations of this node, at the rank that leads it.
+    """
+    if any(numbers not in ([], [0]) for numbers in found):
+        return False
+
+    def is_unfinished() -> bool:
+        if not own or not (manifests.directory / UNFINISHED).is_file():
+            return not own
+        generation = runtime.call(manifests.read, 0)
+        return not is_of_tensors(generation) and generation.captured.get("step") == 0
+
+    return all(partition.all_succeed("the stores that were begun", is_unfinished))
 
 
 def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partition) -> Generation | None:
