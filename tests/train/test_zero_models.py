@@ -206,6 +206,16 @@ def test_engines_of_some_ranks() -> None:
     assert first[2:] == second[4:] == third[2:]
 
 
+def test_buffers_that_no_store_keeps_come_from_the_first_rank(tmp_path: Path) -> None:
+    """Also when a run is resumed, where each rank gets its own of the others."""
+    calls = [call(str(tmp_path)), call(str(tmp_path)), call(str(tmp_path), width=3)]
+    new, resumed, other = run_in_turn(2, zero_models.begins_with, calls)
+    assert new == [([[10.0, 10.0], [20.0, 20.0]], "")] * 2
+    assert resumed == [([[10.0, 10.0], [float(rank)] * 2], "") for rank in range(2)]
+    for _, said in other:
+        assert said.startswith("the buffers of the model: 'table torch.float32 (3,)' at rank 1, and not at rank 0")
+
+
 MAKING = {
     "model": "ConfigError: rank 0 trains another model: parameter enter.bias",
     "options": "ConfigError: commit_every is 3 at rank 1",

@@ -193,8 +193,7 @@ def assemble(
             optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
         scheduler = None if lr_scheduler is None else _schedule(lr_scheduler, optimizer, generation)
         capture.check_storable(model, registered, scheduler, is_written=is_durable and bool(tiers.nvme))
-        begun = _buffers(model) if generation is None else {}  # on resume each rank gets its own
-        partition.check_same(stepper.members() | stepper.options() | begun)
+        partition.check_same(stepper.members() | stepper.options() | _forms(_of_first(model, generation)))
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
         grid = generation.layout["chunk_elements"] if generation is not None else None
@@ -215,7 +214,7 @@ def assemble(
         _bind(groups, store, device)
         if generation is None:
             fill_alike(partition, store, runtime, groups.groups, pieces)
-            partition.same_buffers(model.buffers())
+        partition.same_buffers(_of_first(model, generation).values())
         _move_buffers(model, device)  # not earlier: a source of weights fills the buffers that the model had
         driver = _driver_of(options, store, runtime, device, partition)
         links = {"gather": LinkMeter(clock), "reduce": LinkMeter(clock)} if partition.is_shared else {}
@@ -294,9 +293,15 @@ def _shared_options(tiers: TierConfig, config: AdamWConfig, options: Options) ->
     return shared | {"nvme": "given" if tiers.nvme else "not given"}
 
 
-def _buffers(model: nn.Module) -> dict[str, object]:
-    """The buffers of a new run, by description: all ranks begin with the values of rank 0."""
-    forms = [f"{name} {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in model.named_buffers()]
+def _of_first(model: nn.Module, generation: Generation | None) -> dict[str, torch.Tensor]:
+    """The buffers with whose values of rank 0 all ranks begin; of those in a generation each rank gets its own."""
+    kept = {} if generation is None else capture.persistent_buffers(model)
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+
+
+def _forms(buffers: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """What must be the same of them at all ranks."""
+    forms = [f"{name} {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in buffers.items()]
     return {"the buffers of the model": forms}
 
 
