@@ -206,6 +206,11 @@ def test_engines_of_some_ranks() -> None:
     assert first[2:] == second[4:] == third[2:]
 
 
+def test_a_group_is_not_split_off_one_that_has_other_ranks() -> None:
+    """NCCL would wait for all ranks of the default group."""
+    assert run_ranks(2, zero_models.of_bound) == [([], "cuda:7")] * 2
+
+
 def test_buffers_that_no_store_keeps_come_from_the_first_rank(tmp_path: Path) -> None:
     """Also when a run is resumed, where each rank gets its own of the others."""
     calls = [call(str(tmp_path)), call(str(tmp_path)), call(str(tmp_path), width=3)]

@@ -19,6 +19,7 @@ import torch
 from faults import EIO, ENOSPC, FaultyBackend
 from late_device import LateDevice, queueing
 from torch import distributed, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.nn import functional
@@ -408,6 +409,20 @@ def of_some(rank: int, ranks: int) -> list[float]:
                     engine.backward(loss_of(engine, parts(batch, ranks)[members.index(rank)]))
                     told.append(engine.step().grad_norm or 0.0)
     return told
+
+
+def of_bound(rank: int, ranks: int) -> tuple[list[Any], str]:
+    """Of which groups torch asked whether to split them when the default group was bound to a GPU and another group was
+    made; and the GPU to which the default group is bound then."""
+    asked: list[Any] = []
+    alive, world = Ranks(timeout_s=TIMEOUT_S), distributed.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "_get_split_source", asked.append)
+        patch.setattr(world, "bound_device_id", torch.device("cuda:7"))
+        alive.exchange("a test", 0, alive.subgroup())
+        bound = str(world.bound_device_id)
+    alive.close()
+    return [str(group) for group in asked], bound
 
 
 def begins_with(rank: int, ranks: int, directory: str, *, width: int = 2) -> tuple[list[list[float]], str]:

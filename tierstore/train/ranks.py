@@ -25,7 +25,12 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _new_process_group_helper,
+    _world,
+)
 
 from tierstore.errors import ConfigError, GraphError, RankLost, first_line
 from tierstore.pack.layout import listed
@@ -133,7 +138,7 @@ class Ranks:
         # groups there are. A group made after another has ended would find the addresses that its ranks have left in
         # the store, and ranks that are in different numbers of other groups would not meet at all.
         name = f"{self.name}/{'-'.join(map(str, chosen))}/{self._subgroups}"
-        with self.waiting("all ranks to meet"):
+        with self.waiting("all ranks to meet"), _unbound():
             made, _ = _new_process_group_helper(
                 len(chosen),
                 chosen.index(self.members[self.rank]),
@@ -270,6 +275,18 @@ class Ranks:
                 lost += 1
             if lost == _LOST_BEATS or self._stopped.wait(_BEAT_S):
                 return
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """In here the default group is bound to no GPU: else torch splits new groups of NCCL off it, and a split waits for
+    all ranks of the default group, also for those that make no engine."""
+    world = _get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
