@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import psutil
 import pytest
@@ -33,6 +33,7 @@ from tierstore.apps.data import Batches, read_corpus
 from tierstore.apps.launch import Launch
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.stopping import StopRequest
+from tierstore.apps.train import _OF_A_RANK
 from tierstore.cli import app
 from tierstore.errors import ConfigError
 
@@ -222,6 +223,12 @@ def test_machines_with_different_numbers_of_ranks_are_refused_on_each(local_coun
 def test_an_uneven_number_of_ranks_is_refused_also_without_the_number_of_machines() -> None:
     with pytest.raises(ConfigError, match="2 of the 3 ranks are on this machine"):
         Launch.of({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_paths_may_differ_between_ranks() -> None:
+    """Ranks are on several machines."""
+    paths = {name for name, kind in get_type_hints(TrainOptions).items() if "Path" in str(kind)}
+    assert paths - {*_OF_A_RANK} == set()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -43,7 +43,7 @@ from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 
 T = TypeVar("T")
-_OF_A_RANK = ("nvme", "config", "checkpoint", "data", "device", "threads", "export", "json", "trace")
+_OF_A_RANK = ("nvme", "config", "checkpoint", "data", "bandwidth", "device", "threads", "export", "json", "trace")
 """Options that may differ between ranks: places and devices."""
 _TRIES_FOR_S, _TRIES_EVERY_S = 3600.0, 5.0
 """How long, and how often, an export is tried again if nothing else keeps the weights."""
