@@ -16,7 +16,7 @@ from tierstore.apps.options import Precision, Preset
 from tierstore.apps.plan import PlanOptions, plan, situation_of
 from tierstore.apps.plan_report import sentences
 from tierstore.cli import app
-from tierstore.config import Tier, format_decimal, parse_size
+from tierstore.config import Tier, UpdateSchedule, format_decimal, parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.advice import cheapest
 from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate, Sizes, Slowdown
@@ -388,6 +388,24 @@ def test_every_strategy_commits_where_there_are_disks() -> None:
     assert change.gain == pytest.approx(split.step_s / rare.options[-1].step_s)
     assert not any("--commit-every" in change.text for change in (*rare.changes, *without.changes))
     assert "for a commit every 2 steps" in plan(replace(asked, commit_every=2)).notes[0]
+
+
+@pytest.mark.parametrize(("params", "machine"), [("7e9", "rtx-4090"), ("30e9", "dgx-h100")])
+def test_a_plan_that_guesses_advises_nothing_that_it_refuses(params: str, machine: str) -> None:
+    asked = PlanOptions(params=params, machine=machine, update=UpdateSchedule.SPECULATIVE)
+    found = plan(asked)
+    told = " ".join(sentences(found))
+    assert "for a commit every step" in told  # so it would be faster to commit less often
+    assert "memory for state lowers that" in told
+    assert "--update forward with --commit-every N commits less often" in told
+    assert "--update forward with --nvme-capacity 0 plans without a store" in told
+    for option in ("--commit-every", "--nvme-capacity"):  # never without another --update
+        assert told.count(option) == told.count(f"--update forward with {option} ") == 1
+    assert not any("--commit-every" in change.text for change in found.changes)
+    forward = plan(replace(asked, update=UpdateSchedule.FORWARD, commit_every=50))
+    assert forward.fastest is not None
+    assert found.fastest is not None
+    assert forward.fastest.step_s < 0.5 * found.fastest.step_s
 
 
 def test_what_a_pipeline_waits_for() -> None:

@@ -160,9 +160,10 @@ def _commit_note(situation: Situation, options: Sequence[Option]) -> tuple[str, 
     if not any(option.fits and option.waits_for_commits for option in options):
         return ()
     every = "every step" if situation.commit_every == 1 else f"every {situation.commit_every} steps"
+    other = "--update forward with " if situation.schedule is UpdateSchedule.SPECULATIVE else ""
     return (
         f"what is offloaded to CPU memory is written to the disks for a commit {every}, and a step waits for that: "
-        "--commit-every N commits less often, --nvme-capacity 0 plans without a store",
+        f"{other}--commit-every N commits less often, {other}--nvme-capacity 0 plans without a store",
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.plan import Plan
-from tierstore.config import Tier, format_decimal
+from tierstore.config import Tier, UpdateSchedule, format_decimal
 from tierstore.plan.advice import Change, cheapest, tokens_per_s
 from tierstore.plan.layers import is_timed
 from tierstore.plan.memory import activation_bytes, components, gpu_bytes
@@ -222,10 +222,9 @@ def _wear(situation: Situation, option: Option) -> Iterator[str]:
         return
     if days < _SHORT_LIFE_DAYS:
         rated = format_decimal(situation.node.endurance_bytes)
-        yield (
-            f"{text}: rated for {rated}, they are worn after {days:,.0f} days of training; "
-            "--commit-every and memory for state lower that"
-        )
+        commits_each = situation.schedule is UpdateSchedule.SPECULATIVE
+        less = "memory for state lowers that" if commits_each else "--commit-every and memory for state lower that"
+        yield f"{text}: rated for {rated}, they are worn after {days:,.0f} days of training; {less}"
     else:
         yield f"{text}, which they stand for {days / 365:,.0f} years"
 

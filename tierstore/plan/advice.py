@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tierstore.config import Tier, enough, format_decimal
+from tierstore.config import Tier, UpdateSchedule, enough, format_decimal
 from tierstore.errors import ConfigError
 from tierstore.plan.layers import is_timed
 from tierstore.plan.strategies import Option, Situation, Strategy, fastest, options_of, sizes_needed
@@ -73,7 +73,8 @@ def _best(situation: Situation, now: Option | None) -> Option | None:
 
 def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str, Situation]]:
     job, layout, node = situation.job, situation.layout, situation.node
-    if now is not None and now.waits_for_commits and situation.commit_every < _STEPS_PER_COMMIT:
+    may_commit_less = situation.schedule is not UpdateSchedule.SPECULATIVE  # it goes back to the last commit
+    if now is not None and now.waits_for_commits and situation.commit_every < _STEPS_PER_COMMIT and may_commit_less:
         yield (
             f"--commit-every {_STEPS_PER_COMMIT} (a kill then loses up to {_STEPS_PER_COMMIT} steps)",
             replace(situation, commit_every=_STEPS_PER_COMMIT),
