@@ -226,6 +226,17 @@ def test_copies_of_ranks_without_a_gpu_share_the_memory_of_their_machine(tmp_pat
     assert (given.links, given.computes_on_cpu) == (8, False)  # eight GPUs in this machine
 
 
+def test_ranks_without_a_gpu_do_not_compute_faster_together_than_one(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=timed_layers()).to_json()))
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, dtype=Precision.FP16, batch=8, sequence=64)  # not timed
+    node = situation_of(asked).node
+    tokens = node.flop_per_s / node.rates.h2d_bytes_per_s  # computing and streaming a parameter: 2 flop, 2 B
+    for ranks, zero, share in ((1, 3, 1), (8, 3, 1), (8, 0, 8)):  # with ZeRO 0 each rank streams all weights
+        told = " ".join(sentences(plan(replace(asked, gpus=ranks, zero=zero))))
+        assert f"behind computing from {share * tokens:,.0f} tokens" in told
+
+
 def test_a_cpu_that_is_slow_in_16_bits_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     slow = {"fp32": 1, "bf16": 20}

@@ -179,7 +179,8 @@ def _tokens_that_hide(situation: Situation) -> float:
     if is_timed(node.rates.layers, job.dtype):
         forward_s, _ = compute_s(replace(job, accumulate=1), layout, node)
         return job.batch * job.sequence * components(job)["weights"] * copies / links / forward_s
-    return streaming_hides_from_tokens(node.flop_per_s * node.gpus * copies, link, job.bytes.weights)
+    gpus = 1 if node.computes_on_cpu else node.gpus  # ranks without a GPU share the cores of their node
+    return streaming_hides_from_tokens(node.flop_per_s * gpus * copies, link, job.bytes.weights)
 
 
 def _why_nothing_fits(plan: Plan) -> Iterator[str]:
