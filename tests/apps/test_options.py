@@ -29,8 +29,10 @@ from tierstore.errors import ConfigError
         ({"workers": 100000}, "--workers must be at most 1024, not 100000"),
         ({"update": UpdateSchedule.BACKWARD}, "--update backward applies gradients too early for clipping or fp16"),
         ({"update": UpdateSchedule.BACKWARD, "clip": 0.0, "dtype": Precision.FP16}, "give --clip 0 and another"),
-        ({"update": UpdateSchedule.SPECULATIVE}, "needs --nvme DIR, --commit-every 1 and --durability commit"),
-        ({"update": UpdateSchedule.SPECULATIVE, "nvme": (Path("x"),), "commit_every": 2}, "needs --nvme DIR, --com"),
+        ({"update": UpdateSchedule.SPECULATIVE}, "the last committed step: it needs --nvme DIR$"),
+        ({"update": UpdateSchedule.SPECULATIVE, "nvme": (Path("x"),), "commit_every": 2}, "needs --commit-every 1$"),
+        ({"update": UpdateSchedule.SPECULATIVE, "nvme": (Path("x"),), "durability": Durability.NONE},
+         "needs --durability commit$"),
         ({"resume": Resume.MUST}, "--resume must needs the store to resume from: give its --nvme DIR"),
     ],
 )

@@ -373,7 +373,7 @@ def test_where_nothing_can_be_written_no_work_begins(tmp_path: Path) -> None:
         (["--measure", "--steps", "1"], "--steps at least 2"),
         (["--measure", "--rounds", "0"], "--rounds is at least 1"),
         (["--update", "backward"], "--update backward applies gradients too early for clipping or fp16 loss scaling"),
-        (["--update", "speculative", "--commit-every", "2"], "--update speculative goes back to the last committed"),
+        (["--update", "speculative", "--commit-every", "2"], "the last committed step: it needs --commit-every 1\n"),
         (["--measure", "--depth", "9"], "--depth is 0 to 8, the depths that are predicted, not 9"),
         (["--rounds", "2"], "--rounds needs --measure"),
         (["--update", "delayed"], "--update delayed, a step late, is not predicted"),

@@ -150,10 +150,9 @@ class TrainOptions:
                 "--clip 0 and another --dtype, or --update forward or speculative"
             )
         if self.update is UpdateSchedule.SPECULATIVE and not self.can_go_back:
-            raise ConfigError(
-                "--update speculative goes back to the last committed step: it needs --nvme DIR, --commit-every 1 and "
-                "--durability commit"
-            )
+            stored = "--commit-every 1" if self.commit_every != 1 else "--durability commit"
+            needs = stored if self.nvme else "--nvme DIR"
+            raise ConfigError(f"--update speculative goes back to the last committed step: it needs {needs}")
         if not self.nvme and self.resume in (Resume.MUST, Resume.PREVIOUS):
             raise ConfigError(f"--resume {self.resume.value} needs the store to resume from: give its --nvme DIR")
         if self.snapshot_every is not None and not self.commits:
