@@ -113,13 +113,13 @@ def test_impossible_orders_are_refused() -> None:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], int, Simulation]:
+def runs(draw: st.DrawFn, most_warm_up: int = 3) -> tuple[tuple[Visit, ...], int, Simulation]:
     sizes = draw(st.lists(st.integers(0, 50), min_size=1, max_size=8))
     groups = draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=16))
     visit = st.tuples(st.sampled_from([0.0, 0.01, 0.25]), st.integers(0, 40))
     order = tuple(Visit(group, sizes[group], *draw(visit)) for group in groups)
     capacity = draw(st.integers(max(sizes), sum(sizes)))
-    depth, warm_up = draw(st.integers(0, 5)), draw(st.integers(0, 3))
+    depth, warm_up = draw(st.integers(0, 5)), draw(st.integers(0, most_warm_up))
     links = draw(st.sampled_from([(Link(100.0),), (Link(100.0, share=0.25), Link(50.0, share=0.75))]))
     return order, capacity, simulate(order, capacity, depth, links, warm_up_steps=warm_up)
 
@@ -140,13 +140,25 @@ def test_what_holds_for_every_order(case: tuple[tuple[Visit, ...], int, Simulati
 
 
 @settings(max_examples=100)
-@given(case=runs())
+@given(case=runs(most_warm_up=0))
 def test_a_group_is_on_the_device_before_it_is_computed(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
+    _, _, run = case  # from an empty device
+    there_s: dict[int | None, float] = {}  # when each group has passed the last link for the first time
+    last = max(span.link for span in run.timeline)
+    for span in run.timeline:
+        if span.track is Track.LINK and span.group is not None and span.link == last:
+            there_s.setdefault(span.group, span.end_s)
+    for span in run.timeline:
+        assert span.track is Track.LINK or there_s[span.group] <= span.start_s + 1e-9
+
+
+@settings(max_examples=100)
+@given(case=runs())
+def test_a_group_is_not_fetched_while_it_is_computed(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
     order, _, run = case
     computed = [span for span in run.timeline if span.track is Track.COMPUTE]
     assert [span.group for span in computed] == [visit.group for visit in order]
     for fetch in (span for span in run.timeline if span.track is Track.LINK and span.group is not None):
-        # A fetch and a computation of the same group do not overlap: what is computed is there.
         assert all(
             fetch.end_s <= span.start_s + 1e-9 or fetch.start_s >= span.end_s - 1e-9
             for span in computed
