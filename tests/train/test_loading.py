@@ -72,9 +72,18 @@ class Letters(IterableDataset[torch.Tensor]):
         return iter(torch.arange(10.0))
 
 
+class Shuffling(Stream):
+    """Draws random numbers when it goes on at a position, as one that makes an iterator there."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        torch.rand(())
+        super().load_state_dict(state)
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: [torch.tensor(float(index)) for index in range(7)],
     "stream": lambda: Stream(7),
+    "stream that draws": lambda: Shuffling(7),
     "in order": lambda: DataLoader(Numbers(14), batch_size=2),
     "shuffled": lambda: DataLoader(Numbers(14), batch_size=2, shuffle=True),
     "shuffled by a generator": lambda: DataLoader(
@@ -287,6 +296,24 @@ def test_a_position_is_kept_until_a_batch_is_handed_out(
     restore_random_states(state["random"])
     found, _ = trained(resumed, 3)
     assert found == expected[3:]
+
+
+def test_a_pass_that_fails_to_begin_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a position between passes, where the random numbers of the pass are still to be drawn."""
+    torch.manual_seed(1)
+    loader = PrefetchingLoader(LOADERS["shuffled"]())
+    list(loader)
+    position, begin = loader.state_dict(), random_states()
+    expected, _ = trained(loader, 3)
+    resumed = PrefetchingLoader(LOADERS["shuffled"]())
+    resumed.load_state_dict(position)
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "iter", lambda source: 1 / 0, raising=False)
+        with pytest.raises(ZeroDivisionError):
+            next(iter(resumed))
+    restore_random_states(begin)
+    found, _ = trained(resumed, 3)
+    assert found == expected
 
 
 @pytest.mark.parametrize("before", ["nothing", "a pass", "a break", "a position", "an interrupt"])

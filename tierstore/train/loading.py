@@ -131,6 +131,7 @@ class PrefetchingLoader(Generic[T]):
         if self._is_stateful:
             self._source = copy.deepcopy(state_dict["source"])
             cast(Any, self._loader).load_state_dict(copy.deepcopy(state_dict["source"]))
+            self._is_under_way = False
         else:
             self._handed_out, self._begin = state_dict["batches"], state_dict["begin"]
         self._to_resume = True
@@ -177,9 +178,10 @@ class PrefetchingLoader(Generic[T]):
 
     def _put_right(self) -> None:
         """Make a loader with a state go on after the last batch that was handed out, before a pass begins."""
-        if self._is_under_way or self._to_resume:  # it may have given out batches that nobody got
-            cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
-        else:
+        if self._is_under_way:  # it may have given out batches that nobody got
+            with _random_states_kept():
+                cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
+        elif not self._to_resume:
             self._source = self._source_state()
         self._is_under_way = True
 
@@ -194,7 +196,11 @@ class PrefetchingLoader(Generic[T]):
         if self._begin is None and self._ahead is None:
             # Between passes, or a source that knows its position and draws no random numbers here.
             if not self._is_stateful:
-                return self._begun()
+                try:
+                    return self._begun()
+                except BaseException:  # the next try is between passes, too
+                    self._begin = None
+                    raise
             self._iterator = iter(self._loader)
             return self._take()
         with _random_states_kept():
