@@ -218,10 +218,12 @@ def test_machines_with_different_numbers_of_ranks_are_refused_on_each(local_coun
     with pytest.raises(ConfigError, match=said):
         Launch.of({**place, "GROUP_WORLD_SIZE": "2"})
     assert Launch.of({**RANKS, "GROUP_WORLD_SIZE": "2"}).nodes == 2
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert Launch.of({**alone, "GROUP_WORLD_SIZE": "2"}).nodes == 1  # of a run that has started this one
 
 
 def test_an_uneven_number_of_ranks_is_refused_also_without_the_number_of_machines() -> None:
-    with pytest.raises(ConfigError, match="2 of the 3 ranks are on this machine"):
+    with pytest.raises(ConfigError, match="2 of the 3 ranks are on this machine: give torchrun the same"):
         Launch.of({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
 
 

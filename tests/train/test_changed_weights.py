@@ -77,6 +77,12 @@ def _swap_blocks(layers: nn.Sequential) -> None:
     one.data, other.data = other.data, one.data
 
 
+def _swap_through_numpy(layers: nn.Sequential) -> None:
+    one, other = layers[0][0].weight, layers[1][2].weight
+    arrays = one.detach().numpy(), other.detach().numpy()
+    one.data, other.data = torch.from_numpy(arrays[1]), torch.from_numpy(arrays[0])
+
+
 def _tie_values(layers: nn.Sequential) -> None:
     layers[0][0].weight.data = layers[0][2].weight.data
 
@@ -85,7 +91,7 @@ def _transpose(layers: nn.Sequential) -> None:
     layers[0][0].weight.data = layers[0][0].weight.data.t()
 
 
-@pytest.mark.parametrize("change", [_swap_in_a_block, _swap_blocks, _tie_values, _transpose])
+@pytest.mark.parametrize("change", [_swap_in_a_block, _swap_blocks, _swap_through_numpy, _tie_values, _transpose])
 def test_a_parameter_may_be_given_data_of_the_model(change: Callable[[nn.Sequential], None], tmp_path: Path) -> None:
     """It lies in the memory of the weights already, at another place."""
 

@@ -127,6 +127,7 @@ def test_a_resumed_run_sees_what_the_killed_one_has_not(kind: str, killed_after:
     resumed = PrefetchingLoader(LOADERS[kind]())
     resumed.load_state_dict(stored(state["data"]))
     restore_random_states(state["random"])
+    resumed.load_state_dict(stored(state["data"]))  # also after the engine was made, by engine.register()
     after, _ = trained(resumed, 20 - killed_after)
     assert before + after == expected
 

@@ -748,12 +748,36 @@ def test_a_zero_grad_that_fails_breaks_the_step_off(tmp_path: Path, monkeypatch:
     x = batches(1)[0]
     with tight_engine(tmp_path) as engine:
         engine.backward(loss_of(engine(x)))
+        engine._parts.runtime.keep_failure(OSError("of something else"))
+        with pytest.raises(OSError, match="of something else"):  # after it a step may follow
+            engine.zero_grad()
         monkeypatch.setattr(engine._generations.gradients, "discard", _raises_timeout)
         with pytest.raises(Timeout):
             engine.zero_grad()
         with pytest.raises(ClosedError, match="a step was broken off by Timeout"):
             engine.step()
         assert engine.state_dict()
+
+
+def test_an_error_leaves_an_engine_that_another_thread_uses_open_and_says_so() -> None:
+    is_inside, may_go, engine = threading.Event(), threading.Event(), Engine(Net(), TierConfig())
+
+    def wait(*_: object) -> None:
+        is_inside.set()
+        assert may_go.wait(30)
+
+    handle = engine.model.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=engine, args=(batches(1)[0],))
+    thread.start()
+    assert is_inside.wait(30)
+    with pytest.raises(ZeroDivisionError) as caught, engine:
+        _fail(ZeroDivisionError)
+    may_go.set()
+    thread.join()
+    handle.remove()
+    assert "the engine stays open: close() was called while another thread" in caught.value.__notes__[0]
+    engine(batches(1)[0])
+    engine.close()
 
 
 async def _raises_timeout(*_: object) -> None:

@@ -51,14 +51,15 @@ class Launch:
             launch = cls(*map(int, values.values()))
             if not (0 <= launch.rank < launch.count and 0 <= launch.local_rank < launch.local_count <= launch.count):
                 raise ValueError
-            machines = int(environment.get("GROUP_WORLD_SIZE", launch.nodes))
         except ValueError:
             found = ", ".join(f"{name}={value}" for name, value in values.items())
             raise ConfigError(f"the launcher's variables say {found}: start several ranks with torchrun") from None
-        if launch.count != machines * launch.local_count:
+        machines = environment.get("GROUP_WORLD_SIZE", "") if launch.count > 1 else ""  # perhaps of a run around this
+        if launch.count % launch.local_count or machines not in ("", str(launch.nodes)):
+            told = f", one of {machines}" if machines else ""
             raise ConfigError(
-                f"{launch.local_count} of the {launch.count} ranks are on this machine, one of {machines}: give "
-                "torchrun the same --nproc-per-node on all machines"
+                f"{launch.local_count} of the {launch.count} ranks are on this machine{told}: give torchrun the same "
+                "--nproc-per-node on all machines"
             )
         return launch
 

@@ -312,6 +312,7 @@ class DeviceAccess:
 
         Args:
             place: what asks; a view that was really held there is taken to be so again, because collecting takes long.
+                So ranks may still part where the model held a view in some steps, and leaves it in garbage in others.
         """
         viewed = {(place, group) for group in groups if group not in self._kept and self._is_viewed(group)}
         if not self._really_viewed.issuperset(viewed):

@@ -512,8 +512,12 @@ class Engine:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(Exception):  # the error on its way out is the one to tell
+        try:
             self.close()
+        except ConfigError as other:
+            error.add_note(f"the engine stays open: {other}")
+        except Exception:  # the error on its way out is the one to tell
+            pass
 
     def _commit_change(self) -> None:
         if not self._order.is_telling:  # else it belongs to the step whose callbacks run, and its commit follows

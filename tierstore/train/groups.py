@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -104,16 +104,16 @@ class Group:
         """Take the values as known: `changed` reports only later changes."""
         self.versions = [parameter._version for parameter in self.parameters]
 
-    def displaced(self, storages: Container[int]) -> dict[int, torch.Tensor]:
+    def displaced(self, storages: Sequence[range]) -> dict[int, torch.Tensor]:
         """The other data that parameters were given (`p.data = new`), by their positions.
 
         Args:
-            storages: those of all groups. Data that lies there (`p.data, q.data = q.data, p.data`) is copied: it is
-                written over when the first parameter is taken back.
+            storages: the addresses of all groups. Data that lies there (`p.data, q.data = q.data, p.data`) is copied:
+                it is written over when the first parameter is taken back.
         """
         given = {position: self.parameters[position].detach() for position in self._elsewhere()}
         return {
-            position: data.clone() if data.untyped_storage()._cdata in storages else data
+            position: data.clone() if any(data.data_ptr() in storage for storage in storages) else data
             for position, data in given.items()
         }
 
@@ -189,9 +189,10 @@ class ModelGroups:
     empty: dict[str, ParameterSpec]
     kept_views: list[KeptView]
 
-    def storages(self) -> set[int]:
-        """Addresses of the storages of all groups."""
-        return {group.storage._cdata for group in self.groups}
+    def storages(self) -> list[range]:
+        """The addresses of the weights of the groups that are on the device."""
+        found = [group.storage for group in self.groups]
+        return [range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in found]
 
     def refuse_newcomers(self, model: nn.Module) -> None:
         """Refuse parameters that were added to the model later: they are in no group, and would never be trained.

@@ -120,7 +120,7 @@ class ModelHooks:
             if not self._here.watchers and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 raise GraphError(
                     f"{type(module).__name__} was called in a thread of the model's own, whose graphs the engine does "
-                    "not see; call modules in the thread that calls engine(...), or there under torch.no_grad()"
+                    "not see; call modules in the thread that calls engine(...), or under torch.no_grad() in their own"
                 )
             for group in needed:
                 if holds or not access.is_inside:

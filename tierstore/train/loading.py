@@ -130,7 +130,8 @@ class PrefetchingLoader(Generic[T]):
         self._ahead = state_dict["ahead"]
         if self._is_stateful:
             self._source = copy.deepcopy(state_dict["source"])
-            cast(Any, self._loader).load_state_dict(copy.deepcopy(state_dict["source"]))
+            with _random_states_kept():  # the engine may have restored them already
+                cast(Any, self._loader).load_state_dict(copy.deepcopy(state_dict["source"]))
             self._is_under_way = False
         else:
             self._handed_out, self._begin = state_dict["batches"], state_dict["begin"]
@@ -193,14 +194,9 @@ class PrefetchingLoader(Generic[T]):
         return self._take()
 
     def _resumed(self) -> _Ahead:
-        if self._begin is None and self._ahead is None:
-            # Between passes, or a source that knows its position and draws no random numbers here.
-            if not self._is_stateful:
-                try:
-                    return self._begun()
-                except BaseException:  # the next try is between passes, too
-                    self._begin = None
-                    raise
+        if not self._is_stateful and not self._handed_out:  # between passes, also if a try has failed
+            return self._begun()
+        if self._begin is None and self._ahead is None:  # a source that knows its position draws no random numbers here
             self._iterator = iter(self._loader)
             return self._take()
         with _random_states_kept():
@@ -369,7 +365,7 @@ def _samplers(loader: Any) -> list[Any]:
 
 def _parts(loader: Any) -> int:
     """Into how many parts its samplers divide the data: a DistributedSampler gives each rank one."""
-    return max((getattr(sampler, "num_replicas", 1) for sampler in _samplers(loader)), default=1)
+    return max((getattr(sampler, "num_replicas", None) or 1 for sampler in _samplers(loader)), default=1)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -138,6 +138,7 @@ class Steps:
         if touched or parts.collector.keeps:
             self._order.refuse_after_backward("zero_grad()")
             groups = [g.index for g in parts.groups.groups if any(p.name in touched for p in g.spec.parameters)]
+            parts.runtime.raise_failure()  # here it leaves the step whole
             with self._order.unbroken(keeps_weights=True):
                 parts.runtime.call(self._generations.gradients.discard, groups)
                 parts.collector.forget()
