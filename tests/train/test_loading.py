@@ -265,13 +265,27 @@ def test_a_batch_that_was_not_handed_out_is_not_counted() -> None:
     assert seen + list(resumed) == [0, 1, 2, 3]
 
 
+def interrupt(loader: PrefetchingLoader[Any], at: int) -> None:
+    """Begin a pass in which Ctrl-C comes while batch `at` is read, before any is handed out."""
+    countdown = iter([False] * at + [True])
+
+    def interrupts(source: Iterator[Any]) -> Iterator[Any]:
+        for batch in source:
+            if next(countdown, False):
+                raise KeyboardInterrupt
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "iter", lambda source: interrupts(iter(source)), raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+
+
 @pytest.mark.parametrize(
     ("kind", "interrupted_at"),
     [*itertools.product(["list", "shuffled", "noisy"], range(5)), *itertools.product(["stream"], range(2))],
 )
-def test_a_position_is_kept_until_a_batch_is_handed_out(
-    kind: str, interrupted_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_position_is_kept_until_a_batch_is_handed_out(kind: str, interrupted_at: int) -> None:
     """Ctrl-C while the batches before it are skipped, or while the first ones are read."""
     torch.manual_seed(1)
     random.seed(1)
@@ -282,24 +296,14 @@ def test_a_position_is_kept_until_a_batch_is_handed_out(
     resumed = PrefetchingLoader(LOADERS[kind]())
     resumed.load_state_dict(stored(state["data"]))
     restore_random_states(state["random"])
-    countdown = iter([False] * interrupted_at + [True])
-
-    def interrupts(source: Iterator[Any]) -> Iterator[Any]:
-        for batch in source:
-            if next(countdown, False):
-                raise KeyboardInterrupt
-            yield batch
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loading, "iter", lambda source: interrupts(iter(source)), raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            next(iter(resumed))
+    interrupt(resumed, interrupted_at)
     restore_random_states(state["random"])
     found, _ = trained(resumed, 3)
     assert found == expected[3:]
 
 
-def test_a_pass_that_fails_to_begin_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupted_at", [0, 1])
+def test_a_pass_that_fails_to_begin_is_begun_again(interrupted_at: int) -> None:
     """From a position between passes, where the random numbers of the pass are still to be drawn."""
     torch.manual_seed(1)
     loader = PrefetchingLoader(LOADERS["shuffled"]())
@@ -308,10 +312,7 @@ def test_a_pass_that_fails_to_begin_is_begun_again(monkeypatch: pytest.MonkeyPat
     expected, _ = trained(loader, 3)
     resumed = PrefetchingLoader(LOADERS["shuffled"]())
     resumed.load_state_dict(position)
-    with monkeypatch.context() as patch:
-        patch.setattr(loading, "iter", lambda source: 1 / 0, raising=False)
-        with pytest.raises(ZeroDivisionError):
-            next(iter(resumed))
+    interrupt(resumed, interrupted_at)
     restore_random_states(begin)
     found, _ = trained(resumed, 3)
     assert found == expected
@@ -326,20 +327,6 @@ def test_a_loader_with_a_state_loses_no_batch_when_a_pass_ends_before_its_first(
     stream = Stream(4)
     loader = PrefetchingLoader(stream)
 
-    def interrupt(at: int) -> None:
-        countdown = iter([False] * at + [True])
-
-        def interrupts(source: Iterator[Any]) -> Iterator[Any]:
-            for batch in source:
-                if next(countdown, False):
-                    raise KeyboardInterrupt
-                yield batch
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loading, "iter", lambda source: interrupts(iter(source)), raising=False)
-            with pytest.raises(KeyboardInterrupt):
-                next(iter(loader))
-
     begin = {"a break": 1, "a position": 2}.get(before, 0)
     if before == "a pass":
         assert len(list(loader)) == 4
@@ -349,14 +336,14 @@ def test_a_loader_with_a_state_loses_no_batch_when_a_pass_ends_before_its_first(
         other = PrefetchingLoader(Stream(4))
         loader.load_state_dict([other.state_dict() for _ in itertools.islice(other, 2)][1])
     elif before == "an interrupt":
-        interrupt(0)
+        interrupt(loader, 0)
     if fails == "moving":
         with monkeypatch.context() as patch:
             patch.setattr(loader._mover, "_moved", lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 next(iter(loader))
     else:
-        interrupt(int(fails))
+        interrupt(loader, int(fails))
     assert loader.state_dict()["source"] == {"next": begin}
     assert [batch.item() for batch in loader] == list(range(begin, 4))
     assert [batch.item() for batch in loader] == [0, 1, 2, 3]
