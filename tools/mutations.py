@@ -975,9 +975,9 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "weights of all groups are copied before one is taken back", "train/whole.py take_back",
-        "[group.displaced(parts.groups.storages()) for group in groups]",
+        "[group.displaced(storages) for group in groups]",
         "train/test_changed_weights.py::test_a_parameter_may_be_given_data_of_the_model",
-        "(group.displaced(parts.groups.storages()) for group in groups)",
+        "(group.displaced(storages) for group in groups)",
     ),
     Mutation(
         "what a thread of the model saves is refused", "train/hooks.py ModelHooks._hooks_of",

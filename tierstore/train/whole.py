@@ -308,7 +308,8 @@ def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> 
 
     def work() -> None:
         parts.groups.refuse_newcomers(parts.model)
-        displaced = [group.displaced(parts.groups.storages()) for group in groups]
+        storages = parts.groups.storages()
+        displaced = [group.displaced(storages) for group in groups]
         wrong = [sentence for group, those in zip(groups, displaced) for sentence in group.take_back(those)]
         for group in groups:  # `torch.utils.swap_tensors` takes both away
             guard(group, parts.access.gate)
