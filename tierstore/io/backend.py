@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,46 +37,35 @@ _COPIED_AT_ONCE = 2**23
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Totals since the backend was made. Seconds are summed over threads."""
+    """Totals since the backend was made."""
 
     read_bytes: int = 0
     written_bytes: int = 0
     reads: int = 0
     writes: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
 
 
 class Counters:
-    """Totals of what each call really moved, including bytes that were issued again. Any thread.
+    """Totals of what each call really moved, including bytes that were issued again. Any thread."""
 
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals = Traffic()
 
-    def add_read(self, nbytes: int, seconds: float) -> None:
+    def add_read(self, nbytes: int) -> None:
         """One call to read has returned."""
         with self._lock:
             t = self._totals
-            self._totals = Traffic(
-                t.read_bytes + nbytes, t.written_bytes, t.reads + 1, t.writes, t.read_seconds + seconds, t.write_seconds
-            )
+            self._totals = replace(t, read_bytes=t.read_bytes + nbytes, reads=t.reads + 1)
 
-    def add_write(self, nbytes: int, seconds: float) -> None:
+    def add_write(self, nbytes: int) -> None:
         """One call to write has returned."""
         with self._lock:
             t = self._totals
-            self._totals = Traffic(
-                t.read_bytes, t.written_bytes + nbytes, t.reads, t.writes + 1, t.read_seconds, t.write_seconds + seconds
-            )
+            self._totals = replace(t, written_bytes=t.written_bytes + nbytes, writes=t.writes + 1)
 
     def totals(self) -> Traffic:
-        """All six figures, as of one moment."""
+        """All figures, as of one moment."""
         return self._totals
 
 
@@ -106,7 +95,7 @@ class Backend:
 
     def in_flight(self) -> list[str]:
         """One line per system call that has not returned. Any thread."""
-        now = self.counters.clock()
+        now = time.perf_counter()
         return [f"{call.action} of {call.path}, for {now - call.start:.1f} s" for call in self._running.copy().values()]
 
     def threads_in_flight(self) -> list[int]:
@@ -358,7 +347,7 @@ class Backend:
         if self._refusal is not None and not is_ending:
             raise ClosedError(f"{action} of {path} was not begun: {self._refusal}")
         me = threading.get_ident()
-        self._running[me] = self._latest = _Call(action, path, self.counters.clock())
+        self._running[me] = self._latest = _Call(action, path, time.perf_counter())
         try:
             yield
         finally:
@@ -384,15 +373,13 @@ class Backend:
             call, count = self._call_pwrite, self.counters.add_write
         if not is_counted:
             return call
-        clock = self.counters.clock
 
-        def timed(descriptor: int, view: memoryview, offset: int, path: Path) -> int:
-            start = clock()
+        def counted(descriptor: int, view: memoryview, offset: int, path: Path) -> int:
             moved = call(descriptor, view, offset, path)
-            count(moved, clock() - start)
+            count(moved)
             return moved
 
-        return timed
+        return counted
 
     # The system calls. The path is for the faults and fakes of tests, which act on some files only.
 
