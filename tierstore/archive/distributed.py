@@ -25,12 +25,13 @@ import torch
 from tierstore.archive.dtypes import file_dtype
 from tierstore.archive.gather import Content
 from tierstore.archive.pickles import MOST_BYTES, check_pickle
-from tierstore.archive.sources import Piece, Source, SourceTensor, opened_at_once, small_file
+from tierstore.archive.sources import Piece, Source, SourceTensor, small_file
 from tierstore.archive.torch_files import check_piece_count, load_without_data, pieces
 from tierstore.errors import FormatError, TierstoreError
 from tierstore.io.backend import storage_errors
 from tierstore.pack.checked import file_name_of, number_of, text_of
 from tierstore.pack.layout import TensorSpec, check_name, quoted, tensor_bytes
+from tierstore.pack.validate import opened_at_once
 
 _METADATA_FILE = ".metadata"
 _MOST_PIECES = 2**20

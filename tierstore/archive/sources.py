@@ -7,14 +7,12 @@ Owner: none; plain records.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import storage_errors
@@ -22,7 +20,7 @@ from tierstore.pack.archive import ARCHIVE_KEY
 from tierstore.pack.checked import file_name_of, list_of
 from tierstore.pack.layout import MAX_HEADER_BYTES, PAD_KEY, SEAL_KEY, TensorSpec, check_name, quoted
 from tierstore.pack.strict_json import parse_json
-from tierstore.pack.validate import Header, read_header
+from tierstore.pack.validate import Header, opened_at_once, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -271,16 +269,3 @@ def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
     if len(data) > most_bytes:
         raise FormatError(f"{path} has more than {most_bytes} B, which no such file needs")
     return data
-
-
-@contextlib.contextmanager
-def opened_at_once(path: Path) -> Iterator[BinaryIO]:
-    """A file to be read, opened without waiting for the writer of a pipe.
-
-    Raises:
-        FormatError: it is a pipe or a device.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise FormatError(f"{path}: not a regular file")
-        yield file

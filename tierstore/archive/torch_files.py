@@ -31,10 +31,11 @@ from torch.serialization import skip_data
 
 from tierstore.archive.dtypes import file_dtype, torch_dtype
 from tierstore.archive.pickles import MOST_BYTES, check_pickle
-from tierstore.archive.sources import Piece, Source, SourceTensor, opened_at_once, refuse_absent
+from tierstore.archive.sources import Piece, Source, SourceTensor, refuse_absent
 from tierstore.errors import FormatError, StorageError, TierstoreError, first_line
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import TensorSpec, quoted
+from tierstore.pack.validate import opened_at_once
 
 _LOCAL_HEADER_BYTES, _END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 30, 22, 20, 56
 _MOST_PIECES = 2**16

@@ -7,12 +7,14 @@ Owner: none; a `Header` is a plain record.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, Truncated
 from tierstore.pack.layout import (
@@ -59,17 +61,27 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     source = os.fspath(path)
     try:
-        # O_NONBLOCK: opening a pipe would otherwise wait for a writer. Buffered: a raw read may be short.
-        with open(source, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise FormatError(f"{source}: not a regular file")
+        with opened_at_once(source) as file:  # buffered: a raw read may be short
+            file_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
-            length = _header_length(prefix, status.st_size, source)
+            length = _header_length(prefix, file_bytes, source)
             text = file.read(length)
     except OSError as error:
         raise StorageError(f"{source}: {error.strerror or error}") from error
-    return parse_header(prefix + text, status.st_size, source)
+    return parse_header(prefix + text, file_bytes, source)
+
+
+@contextlib.contextmanager
+def opened_at_once(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to be read, opened without waiting for the writer of a pipe.
+
+    Raises:
+        FormatError: it is a pipe or a device.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        yield file
 
 
 def parse_header(head: bytes, file_bytes: int, source: str) -> Header:
