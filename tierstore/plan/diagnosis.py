@@ -28,7 +28,7 @@ from statistics import median
 
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.plan.buckets import BucketEvent, Gradient, Timeline, best_bucket_bytes, form_buckets, timeline
+from tierstore.plan.buckets import Gradient, Timeline, best_bucket_bytes, form_buckets, timeline
 from tierstore.plan.cost_model import CostModel
 
 WORTH_WHILE = 0.03  # share of the step: smaller gains are within the variation of the steps of one run
@@ -151,7 +151,7 @@ class _Patient:
         self.step = step
         measured = step.timeline
         modelled_s = sum(model.seconds(event.nbytes) for event in measured.events)
-        slowdown = _own_seconds(measured.events) / modelled_s if modelled_s > 0 else 1.0
+        slowdown = measured.communication_s / modelled_s if modelled_s > 0 else 1.0
         # No `cores` here: the measured gradients are as late as the loss of cores made them.
         slowed = CostModel(model.alpha_s * slowdown, model.beta_bytes_per_s / max(slowdown, 1e-9), model.launch_s)
         plan = _Plan(step.gradients, step.buckets, measured.compute_s, slowed)
@@ -187,15 +187,6 @@ class _Patient:
         self.plan, self.seconds = plan, self.predict(plan)
         self.found.append(Diagnosis(symptom, evidence, remedy, self.seconds))
         return True
-
-
-def _own_seconds(events: Sequence[BucketEvent]) -> float:
-    """Time of collectives, each counted from the end of the one before it: without its wait for the channel."""
-    total_s = free_s = 0.0
-    for event in events:
-        total_s += max(0.0, event.end_s - max(event.start_s, free_s))
-        free_s = max(free_s, event.end_s)
-    return total_s
 
 
 def diagnose(step: MeasuredStep, model: CostModel) -> tuple[Diagnosis, ...]:
