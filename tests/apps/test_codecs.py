@@ -72,6 +72,13 @@ def test_a_damaged_store_is_not_tried(tmp_path: Path) -> None:
         read_samples(tmp_path / "run", 2**30)
 
 
+def test_the_packs_of_a_store_are_not_tried_as_a_checkpoint(tmp_path: Path) -> None:
+    save_file({"w": torch.randn(3)}, tmp_path / "weights.a.safetensors")
+    with pytest.raises(ConfigError, match="no safetensors file; of a store over several directories the first comes"):
+        read_samples(tmp_path, 1)
+    assert read_samples(tmp_path / "weights.a.safetensors", 1)[0].nbytes == 12
+
+
 def test_safetensors_files_are_tried_by_dtype(tmp_path: Path) -> None:
     first = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
     save_file(first, tmp_path / "1.safetensors")

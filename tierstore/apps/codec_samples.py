@@ -24,6 +24,7 @@ from tierstore.plan.placement import Kind
 from tierstore.store.layout import recorded_groups
 from tierstore.store.manifest import Generation
 from tierstore.store.manifest_files import Manifests
+from tierstore.store.names import advice_for, holds_data
 from tierstore.store.verification import CommittedChunk, chunks_of, is_of_tensors, packs_of
 
 _PIECE_BYTES = 2**22
@@ -63,9 +64,11 @@ def read_samples(path: Path, limit_bytes: int) -> list[Sample]:
     numbers = Manifests(path, Backend()).numbers() if path.is_dir() else []
     if numbers:
         return _of_store(path, Manifests(path, Backend()).read_here(numbers[0]), limit_bytes)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = [file for file in found if file == path or not holds_data(file.name)]
     if not files:
-        raise ConfigError(f"{path} holds no generation of a store and no safetensors file")
+        advice = advice_for(file.name for file in found)
+        raise ConfigError(f"{path} holds no generation of a store and no safetensors file{advice}")
     return _of_files(files, limit_bytes)
 
 

@@ -33,7 +33,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.watch import Attended
 from tierstore.pack.layout import quoted
 from tierstore.store.manifest_files import Manifests
-from tierstore.store.names import holds_data
+from tierstore.store.names import advice_for
 from tierstore.store.verification import CommittedChunk, committed_chunks, damaged_headers
 
 _STORE_TIMEOUT_S = TierConfig().timeout_s
@@ -228,7 +228,7 @@ def is_store(path: Path, backend: Backend | None = None) -> bool:
     if Manifests(path, backend).numbers():
         return True
     if not any(name.startswith(Path(SINGLE).stem) for name in names):
-        advice = "; of a store over several directories the first comes first" if any(map(holds_data, names)) else ""
+        advice = advice_for(names)
         raise FormatError(f"{path} holds neither a pack ({SINGLE} or {INDEX}) nor a generation of a store{advice}")
     return False
 

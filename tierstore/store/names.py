@@ -7,6 +7,7 @@ This module imports nothing of tierstore, so that a command can look at names wi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
@@ -24,6 +25,11 @@ def is_of_a_store(name: str) -> bool:
 def holds_data(name: str) -> bool:
     """Whether this is the name of a pack, of a manifest or of a captured state."""
     return any(pattern.fullmatch(name) for pattern in (SMALL, PACK))
+
+
+def advice_for(names: Iterable[str]) -> str:
+    """The end of a refusal of a directory without a generation: what to do if its files are those of a store."""
+    return "; of a store over several directories the first comes first" if any(map(holds_data, names)) else ""
 
 
 def is_a_lock(name: str) -> bool:
