@@ -301,12 +301,13 @@ def test_a_signal_during_the_export_waits_for_its_end(
     assert all(words in line for words, line in zip(told, errors))
 
 
-def test_a_terminal_that_goes_ends_nothing_under_nohup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])  # under nohup; in a background job of a script
+def test_a_signal_that_is_ignored_ends_nothing(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     with StopRequest(leave=_killed) as stop, stop.wished("all"):
-        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(number)
     assert stop.signal_number is None
-    assert signal.signal(signal.SIGHUP, signal.SIG_DFL) is signal.SIG_IGN
+    assert signal.signal(number, before) is signal.SIG_IGN
 
 
 ON_A_TERMINAL = """

@@ -97,6 +97,7 @@ def _fork(work: Callable[[int], None], rank: int, folder: Path) -> int:
     status = FAILED
     try:
         os.setpgid(0, 0)  # Ctrl-C is for the parent
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background the parent ignores it
         os.dup2(os.open(folder / f"stderr.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
         work(rank)
         status = DONE

@@ -17,10 +17,24 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h"  # the live line hides it
+
+
+@contextlib.contextmanager
+def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """In the block this handles the signals, except those that are ignored: under nohup, in a job in the background."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 class StopRequest:
@@ -43,22 +57,17 @@ class StopRequest:
         self._is_announced = False
         self._last_words = "interrupted before training began"
         self._until = "this step"
-        self._previous: dict[signal.Signals, Any] = {}
+        self._handlers = contextlib.ExitStack()
         self._terminal = Terminal()
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in STOPS:
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    self._previous[number] = signal.signal(number, self._handle)
+        self._handlers.enter_context(handling_stops(self._handle))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        self._handlers.close()
 
     @contextlib.contextmanager
     def wished(self, kept: str) -> Iterator[None]:

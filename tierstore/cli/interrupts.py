@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import typer
 
-from tierstore.apps.stopping import STOPS, Terminal, say_at_once
+from tierstore.apps.stopping import Terminal, handling_stops, say_at_once
 from tierstore.cli.common import say
 from tierstore.errors import Abandoned
 
@@ -61,22 +60,15 @@ def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) ->
             say_at_once("interrupted at once; unfinished files may be left")
             leave(128 + number)
 
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPS:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, or a job in the background
-                previous[number] = signal.signal(number, handle)
-    try:
-        yield
-    except BaseException as error:
-        # The code that was interrupted may raise another error instead: a runtime that closes, an import that failed.
-        if not seen and not isinstance(error, KeyboardInterrupt):
-            raise
-        say(last_words)
-        code = 128 + (seen[0] if seen else signal.SIGINT)
-        if isinstance(error, Abandoned):
-            leave(code)  # see [Note: a thread that computes on]
-        raise typer.Exit(code) from None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling_stops(handle):
+        try:
+            yield
+        except BaseException as error:
+            # The code that was interrupted may raise another error instead: a runtime that closes, a failed import.
+            if not seen and not isinstance(error, KeyboardInterrupt):
+                raise
+            say(last_words)
+            code = 128 + (seen[0] if seen else signal.SIGINT)
+            if isinstance(error, Abandoned):
+                leave(code)  # see [Note: a thread that computes on]
+            raise typer.Exit(code) from None
