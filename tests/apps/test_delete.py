@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,26 @@ def test_without_an_answer_nothing_goes(tmp_path: Path) -> None:
     before = names(tmp_path)
     code, output = delete(tmp_path / "run")
     assert (code, "give --yes" in output) == (2, True), output
+    assert names(tmp_path) == before
+
+
+class Interrupted(io.BytesIO):
+    """A terminal on which Ctrl-C answers."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def read1(self, size: int | None = -1) -> bytes:
+        signal.raise_signal(signal.SIGINT)
+        return b""
+
+
+def test_an_interrupt_at_the_question_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.testing.make_input_stream", lambda *_: Interrupted())
+    trained(tmp_path / "run")
+    before = names(tmp_path)
+    code, output = delete(tmp_path / "run")
+    assert (code, "for ever?" in output, "tierstore: nothing was removed" in output) == (130, True, True), output
     assert names(tmp_path) == before
 
 

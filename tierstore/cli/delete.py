@@ -13,7 +13,10 @@ import typer
 
 from tierstore.apps.plain import show_plain
 from tierstore.cli.common import Debug, directory, file_option, say, told
+from tierstore.cli.interrupts import interruptible
 from tierstore.errors import ConfigError
+
+_NOTHING_REMOVED = "nothing was removed"
 
 
 def delete(
@@ -44,8 +47,10 @@ def delete(
         if not yes:
             if not sys.stdin.isatty():
                 raise ConfigError("nobody is there to ask; give --yes to remove the store")
-            if not typer.confirm("Remove these files for ever?"):
-                say("nothing was removed")
+            with interruptible(_NOTHING_REMOVED):
+                is_wanted = typer.confirm("Remove these files for ever?")
+            if not is_wanted:
+                say(_NOTHING_REMOVED)
                 raise typer.Exit(1)
         found = remove(paths)
         if json is not None:
