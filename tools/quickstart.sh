@@ -31,6 +31,9 @@ while [ $# -gt 0 ]; do
       store_at "$1" "${2:-}"
       shift
       ;;
+    --options | --options=*)
+      die "options of this script would override those of the file; give it to tierstore train --options"
+      ;;
     *)
       case $1 in --preset | --preset=* | --config | --config=* | --checkpoint | --checkpoint=*) model=() ;; esac
       options+=("$1")

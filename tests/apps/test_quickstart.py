@@ -90,6 +90,13 @@ def test_a_missing_directory_is_one_sentence(quickstart: Quickstart, arguments: 
     assert (result.returncode, result.stderr, given) == (1, f"quickstart.sh: {name} needs a directory\n", [])
 
 
+@pytest.mark.parametrize("arguments", [["--options", "mine.json"], ["--steps", "3", "--options=mine.json"]])
+def test_a_file_whose_options_would_be_overridden_is_refused(quickstart: Quickstart, arguments: list[str]) -> None:
+    result, given = quickstart(*arguments)
+    assert (result.returncode, given) == (1, [])
+    assert result.stderr.startswith("quickstart.sh: options of this script would override those of the file")
+
+
 @pytest.mark.parametrize(("status", "is_said"), [(0, True), (1, False), (2, False), (130, True), (143, True)])
 def test_what_became_of_the_state_is_said_of_a_run_that_was_one(
     quickstart: Quickstart, status: int, is_said: bool
