@@ -94,6 +94,9 @@ def test_options_of_a_file_give_way_to_those_of_the_command_line(asked: list[Any
         dtype=Precision.FP16, checkpointing=True, update=UpdateSchedule.AUTO, steps=100,
     )  # fmt: skip
     assert asked == [expected]
+    asked.clear()
+    assert _train("--options", str(path), "--checkpoint", "folder").exit_code == 0
+    assert (asked[0].preset, asked[0].checkpoint, asked[0].batch) == (None, Path("folder"), 2)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,10 @@ class FreedMemory(enum.Enum):
     RETURN = "return"
 
 
+MODELS = ("preset", "config", "checkpoint")
+"""Options that say which model to train, of which one can be given."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
     """All options of one run; every field is the command-line option of the same name.
@@ -122,7 +126,7 @@ class TrainOptions:
     bandwidth: Path | None = None
 
     def __post_init__(self) -> None:
-        sources = [f"--{name}" for name in ("preset", "config", "checkpoint") if getattr(self, name) is not None]
+        sources = [f"--{name}" for name in MODELS if getattr(self, name) is not None]
         if len(sources) > 1:
             raise ConfigError(f"{' and '.join(sources)} exclude each other: each says which model to train")
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("commit_every", 1), ("warmup", 0),

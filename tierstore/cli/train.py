@@ -13,7 +13,7 @@ import typer
 
 from tierstore.apps.files import read_object
 from tierstore.apps.launch import Launch
-from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions, options_of_object
+from tierstore.apps.options import MODELS, FreedMemory, Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.output_files import check_outputs
 from tierstore.apps.stopping import StopRequest
 from tierstore.cli.common import Debug, directory, file_option, given_options, say, size_option, told
@@ -141,7 +141,9 @@ def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
     if isinstance(values.get("train"), dict):  # in a file that has the arguments of classes, too
         values = values["train"]
     given = options_of_object(values, str(path))
-    stated = given_options(context)
+    stated = set(given_options(context))
+    if not stated.isdisjoint(MODELS):
+        stated.update(MODELS)
     return {name: value for name, value in given.items() if name not in stated}
 
 
