@@ -61,7 +61,7 @@ def tune(*arguments: str) -> Any:
 def test_from_a_recorded_step_and_rates(files: list[str], tmp_path: Path) -> None:
     outputs = {name: tmp_path / f"{name}.json" for name in ("json", "write", "save-record")}
     options = [text for name, path in outputs.items() for text in (f"--{name}", str(path))]
-    result = tune(*files, "--preset", "124m", *options)
+    result = tune(*files, "--preset", "124m", "--checkpointing", *options)
     assert result.exit_code == 0, result.output
     rows = [line.strip("│").split("│") for line in result.output.splitlines() if line[:1] == "│"]
     assert [row[0].strip() for row in rows] == [str(depth) for depth in range(9)]
@@ -76,6 +76,7 @@ def test_from_a_recorded_step_and_rates(files: list[str], tmp_path: Path) -> Non
     assert (written["update"], written["preset"], written["cpu_memory"]) == (found["update"], "124m", 300 * MIB)
     options_given = TrainOptions(**options_of_object(written, "options.json"))  # as `train --options` reads them
     assert (options_given.prefetch_depth, options_given.update.value) == (found["depth"], found["update"])
+    assert options_given.checkpointing
     assert StepRecord.from_json(json.loads(outputs["save-record"].read_text())) == record()
     assert not (tmp_path / "store").exists()
 

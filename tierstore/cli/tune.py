@@ -38,7 +38,10 @@ def tune(
     ] = None,
     dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
     batch: Annotated[int, typer.Option(help="Samples per step.")] = 8,
-    sequence: Annotated[int | None, typer.Option(help="Bytes per sample [default: the model's context].")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Bytes per sample [default: the model's context, at most 1024].")
+    ] = None,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in backward.")] = False,
     clip: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 is none.")] = 1.0,
     update: Annotated[UpdateSchedule, typer.Option(help="Schedule; auto compares those that fit.")] = (
         UpdateSchedule.AUTO
@@ -75,8 +78,9 @@ def tune(
             raise ConfigError(f"{as_option(unread[0])} needs --measure")
         train = TrainOptions(
             preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
-            nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, clip=clip, update=update, chunk=chunk,
-            commit_every=commit_every, device=device, threads=threads, freed_memory=freed_memory, bandwidth=bandwidth,
+            nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, checkpointing=checkpointing, clip=clip,
+            update=update, chunk=chunk, commit_every=commit_every, device=device, threads=threads,
+            freed_memory=freed_memory, bandwidth=bandwidth,
         )  # fmt: skip
 
         from tierstore.apps.console import Console
