@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.apps.scratch import clear_scratch, scratch
+from tierstore.apps.scratch import clear_scratch, made, scratch
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -31,6 +31,18 @@ def test_it_is_private_and_goes_with_what_it_holds(tmp_path: Path) -> None:
         (path / "folder").mkdir()
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_was_made_for_it_goes_unless_it_is_in_use(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), made(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    with made(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "mine").touch()
+    with made(tmp_path / "a"):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "mine"]
 
 
 def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:

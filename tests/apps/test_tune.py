@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from tierstore.apps import tune as apps_tune
 from tierstore.apps import tune_views
 from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
+from tierstore.apps.probe import ProbeOptions
 from tierstore.apps.trial import Measured, Recorded, Trial
 from tierstore.apps.tune import Outcome, TuneOptions, as_train_options, candidates, machine_of, run, save
 from tierstore.cli import app
@@ -143,6 +145,18 @@ def test_fewer_threads_update_more_slowly_than_those_that_were_measured(monkeypa
         assert machine.table.adam_fp32_elements_per_s == pytest.approx(share * 4e9)
         assert machine.table.norm_elements_per_s == pytest.approx(share * 16e9)
     assert machine_of(RATES, TrainOptions(threads=2)).table.adam_fp32_elements_per_s is None  # not measured
+
+
+def test_a_disk_that_was_measured_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(options: ProbeOptions, progress: object) -> Any:
+        assert all(path.is_dir() for path in options.nvme)
+        return SimpleNamespace(table=RATES)
+
+    monkeypatch.setattr("tierstore.apps.probe.measure", measure)
+    monkeypatch.setattr(apps_tune, "prepare_heap", lambda: None)
+    machine = apps_tune.rates_for(TrainOptions(nvme=(tmp_path / "a" / "run", tmp_path / "b")))()
+    assert machine.table.read_bytes_per_s == RATES.read_bytes_per_s
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_budget_that_the_engine_would_refuse_is_refused() -> None:

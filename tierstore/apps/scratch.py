@@ -1,6 +1,6 @@
 """Scratch directories among a person's files: removed when the run ends or, if it was killed, when the next one begins.
 
-Scope: making, locking and removing them. Not here: what runs keep there.
+Scope: making, locking and removing them, and the directory in which they are. Not here: what runs keep there.
 
 [Note: whose it is] Each directory holds a lock file, locked by its run; the lock ends with the process, however that
 ends. A directory gets its final name only after its file is locked, so that no other run finds it unlocked. Where files
@@ -21,6 +21,20 @@ from pathlib import Path
 from tierstore.io.files import takes_lock
 
 _LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def made(directory: Path) -> Iterator[None]:
+    """The directory exists in the block. If it was made for that, as 0700, it is removed at the end unless it is in use
+    by then, and so are its parents."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # somebody else uses it now
+                path.rmdir()
 
 
 @contextlib.contextmanager

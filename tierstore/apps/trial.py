@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.scratch import clear_scratch, scratch
+from tierstore.apps.scratch import clear_scratch, made, scratch
 from tierstore.apps.turns import take_short_turns
 from tierstore.config import UpdateSchedule
 from tierstore.plan.bandwidth import middle
@@ -154,21 +153,13 @@ class Trial:
         return measured, StepRecord.typical(records) if records else None
 
 
-def _remove_empty(directory: Path) -> None:
-    with contextlib.suppress(OSError):  # somebody else uses it now
-        directory.rmdir()
-
-
 @contextlib.contextmanager
 def trial(options: TrainOptions) -> Iterator[Trial]:
     """An engine for these options, whose store is removed at the end; stores of killed trials are removed first."""
     with contextlib.ExitStack() as stack:
         stores = []
         for directory in options.nvme:
-            missing = [path for path in (directory, *directory.parents) if not path.exists()]
-            directory.mkdir(parents=True, exist_ok=True)
-            for path in reversed(missing):
-                stack.callback(_remove_empty, path)
+            stack.enter_context(made(directory))
             clear_scratch(directory, _SCRATCH)
             stores.append(stack.enter_context(scratch(directory, _SCRATCH)))
         own = replace(options, nvme=tuple(path / "store" for path in stores))

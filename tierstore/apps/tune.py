@@ -8,6 +8,7 @@ Owner: nothing is kept between calls, except the files that are asked for.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -70,8 +71,6 @@ class TuneOptions:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.train.accumulate != 1:
-            raise ConfigError("a step of several micro-batches is not predicted: tune without --accumulate")
         if self.train.update is UpdateSchedule.DELAYED:
             raise ConfigError("--update delayed, a step late, is not predicted: tune with another --update")
         if wrong := [depth for depth in self.depths if depth not in DEPTHS]:
@@ -175,11 +174,13 @@ def rates_for(train: TrainOptions) -> Rates:
 
     def measured() -> Machine:
         from tierstore.apps.probe import ProbeOptions, measure
+        from tierstore.apps.scratch import made
 
-        for directory in train.nvme:
-            directory.mkdir(parents=True, exist_ok=True)
         options = ProbeOptions(nvme=train.nvme, quick=True, size=_PROBED_BYTES, seconds=_PROBED_S, device=train.device)
-        return machine_of(measure(options, lambda what, done: None).table, train)
+        with contextlib.ExitStack() as stack:
+            for directory in train.nvme:
+                stack.enter_context(made(directory))
+            return machine_of(measure(options, lambda what, done: None).table, train)
 
     return measured
 
