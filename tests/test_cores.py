@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 from torch import nn
 
 import tierstore
@@ -25,7 +26,8 @@ def test_of_many_cores_two_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -
         assert (update_threads(), update_threads(3)) == (threads, 3)
 
 
-def test_an_engine_on_one_core_updates_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def threads_on(cores: set[int]) -> int:
+    """The threads in which an engine on these cores updates."""
     started: dict[str, int] = {}
 
     class Told(WorkerPool):
@@ -33,12 +35,24 @@ def test_an_engine_on_one_core_updates_in_one_thread(monkeypatch: pytest.MonkeyP
             started[name] = threads
             super().__init__(name, threads)
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1})
-    monkeypatch.setattr("tierstore.store.training.WorkerPool", Told)
-    model = nn.Linear(3, 2)
-    with tierstore.Engine(model, tierstore.TierConfig(cpu_memory="64MiB"), tierstore.AdamWConfig()):
-        pass
-    assert started["tierstore-update"] == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: cores)
+        patch.setattr("tierstore.store.training.WorkerPool", Told)
+        with tierstore.Engine(nn.Linear(3, 2), tierstore.TierConfig(cpu_memory="64MiB"), tierstore.AdamWConfig()):
+            return started["tierstore-update"]
+
+
+def test_an_engine_on_one_core_updates_in_one_thread() -> None:
+    assert threads_on({1}) == 1
+
+
+def threads_of_ranks(rank: int, ranks: int) -> list[int]:
+    """On the same cores, on cores of its own, and on some that are shared."""
+    return [threads_on(set(range(first, first + 12))) for first in (0, 12 * rank, 6 * rank)]
+
+
+def test_ranks_on_the_same_cores_share_them() -> None:
+    assert run_ranks(2, threads_of_ranks) == [[6, 10, 6]] * 2
 
 
 def test_nothing_else_counts_cores() -> None:

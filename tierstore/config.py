@@ -254,7 +254,7 @@ class TierConfig(_Model):
         chunk_bytes: upper bound of a chunk; None lets the planner choose (up to 32 MiB, without `nvme` 128 MiB).
         io_threads: threads per directory that read and write.
         update_threads: threads that run the optimizer. None: one per core up to 8; with more cores, all but two, from 8
-            to 16.
+            to 16; ranks that may run on the same cores share them.
         prefetch_depth: how many groups are prefetched; None: computed from measured bandwidths.
         bandwidth: measured rates: a `plan.bandwidth.BandwidthTable`, or its file as `tierstore probe --json` writes it.
             None: the engine reads some chunks at start-up to measure, and then goes by the transfers of the run.

@@ -12,9 +12,14 @@ MOST_UPDATE_THREADS = 64
 """The largest `update_threads` of a `TierConfig`."""
 
 
-def available_cores() -> int:
+def own_cores() -> set[int]:
     """Cores that this process may run on; a container, `taskset` or `srun` may leave it only some of the machine's."""
-    return len(os.sched_getaffinity(0))
+    return os.sched_getaffinity(0)
+
+
+def available_cores() -> int:
+    """How many these are."""
+    return len(own_cores())
 
 
 def share_of_cores(processes: int) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore.config import Tier, TierConfig
-from tierstore.cores import update_threads
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
@@ -69,6 +68,7 @@ class TrainingStore:
         codecs: Codecs,
         shares: Sequence[int],
         codec_scratch_bytes: int,
+        update_threads: int,
     ) -> None:
         self.groups = groups
         self.placement = placement
@@ -77,7 +77,7 @@ class TrainingStore:
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
-        self._compute = WorkerPool("tierstore-update", update_threads(tiers.update_threads))
+        self._compute = WorkerPool("tierstore-update", update_threads)
         # One thread, because its jobs share a stream: several would wait for each other, and all for the interpreter.
         self._gpu_worker = WorkerPool("tierstore-gpu", 1)
         self._marks = Marks()
