@@ -238,12 +238,15 @@ def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest
     given, written = tmp_path / "ds_config.json", tmp_path / "tierstore.json"
     many_digits = {"gradient_clipping": 1 / 3, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4 / 3}}}
     given.write_text(json.dumps(FULL | many_digits))
-    arguments = ["plan", "--deepspeed", str(given), "--gpus", "8", "--cpu-memory", "80GB", "--write", str(written)]
+    arguments = ["plan", "--deepspeed", str(given), "--gpus", "8", "--cpu-memory", "80GB", "--gpu-memory", "20GB",
+                 "--write", str(written)]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     command = result.output.splitlines()[0]
     assert command.startswith("torchrun --nproc-per-node 8 -m tierstore.cli train --zero 3 --nvme /a --nvme /b")
-    assert json.loads(written.read_text())["TierConfig"]["cpu_memory"] == 9 * 10**9
+    tiers = json.loads(written.read_text())["TierConfig"]
+    assert (tiers["cpu_memory"], tiers["gpu_memory"]) == (9 * 10**9, 18 * 10**9)
+    assert "* --gpu-memory: nine tenths of what was given; subtract what activations take" in result.output
 
     asked: list[TrainOptions] = []
     monkeypatch.setattr("tierstore.cli.train._run_training", lambda options, launch, stop: asked.append(options))

@@ -166,5 +166,7 @@ def _translate(
     console.print(launcher + command.removeprefix("tierstore train ") if launcher else command, markup=False)
     if several:
         console.print("* HOST: the name of the first node; the same command on every node", markup=False)
+    if gpu_memory is not None:
+        console.print("* --gpu-memory: nine tenths of what was given; subtract what activations take", markup=False)
     for key, reason in found.notes:
         console.print(f"* {key}: {reason}", markup=False)
