@@ -106,7 +106,11 @@ def train(
     trace: Annotated[Path | None, file_option("Chrome trace with a track per link and tier.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; with several ranks each takes a GPU.")] = "cpu",
     threads: Annotated[
-        int | None, typer.Option(help="Threads of torch, and of the update [default: all cores, shared by ranks].")
+        int | None,
+        typer.Option(
+            help="Threads of torch, and of the update [default: all cores; of more than 8 the update takes 8 to 16, "
+            "and leaves two; ranks share the cores]."
+        ),
     ] = None,
     freed_memory: Annotated[
         FreedMemory,

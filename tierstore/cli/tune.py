@@ -49,7 +49,9 @@ def tune(
     chunk: Annotated[int | None, size_option("Largest chunk [default: as planned].")] = None,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch and of the update [default: all].")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of torch and of the update [default: as in train].")
+    ] = None,
     freed_memory: Annotated[
         FreedMemory, typer.Option(help="Whether the run keeps or returns what a step frees; see train.")
     ] = FreedMemory.AUTO,
