@@ -83,7 +83,7 @@ class Backend:
 
     Attributes:
         counters: totals of all its files together.
-        buffered_directories: where files could not be opened with O_DIRECT; the user is told once.
+        buffered_directories: where files could not be opened with O_DIRECT.
     """
 
     def __init__(self) -> None:

@@ -271,9 +271,9 @@ class Engine:
         """Call this before each later generation is published, in a thread of its own, while training goes on.
 
         The callback makes durable what must not be lost once a step is committed, such as a line that `on_step` has
-        written. An error that it raises fails that commit, as an error of the store's disk would, and the generation
-        before stays. It may not call the engine. Where nothing is committed (no `nvme`, durability="none") it is never
-        called.
+        written and flushed. An error that it raises fails that commit, as an error of the store's disk would, and the
+        generation before stays. It may not call the engine. Where nothing is committed (no `nvme`, durability="none")
+        it is never called.
         """
         self._order.refuse_closed()
         expect(callable(callback), "what before_commit calls", "a function", callback)
