@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from resuming import DISK, State, Way, expected_states, opened
 
 from tierstore.config import Codec, TierConfig
+from tierstore.errors import MachineWarning
 from tierstore.io.backend import Backend
 from tierstore.io.workers import WorkerPool
 from tierstore.pack.layout import ChunkSpec
@@ -24,9 +25,10 @@ from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, Rate
 from tierstore.store import tensors
 from tierstore.store.shelf import put_pack
 from tierstore.store.slots import ChunkIO, ChunkRecord
-from tierstore.store.stripes import MOST_SHARES, dealt, shares_of
+from tierstore.store.stripes import MOST_SHARES, dealt, shares_of, why_equal
 from tierstore.store.tensors import TensorStore
 from tierstore.store.verification import committed_chunks
+from tierstore.train.engine import Engine
 
 RATES = BandwidthTable(2e9, 1e9, 1.5e9, 1e10, 1e10, 1e10, 1e9)
 SHARES = st.lists(st.integers(1, MOST_SHARES), min_size=1, max_size=6)
@@ -96,6 +98,24 @@ def test_shares_are_those_of_the_measured_rates(
     table = replace(RATES, directories=tuple(of(path, rate) for path, rate in rates.items()))
     assert shares_of(TierConfig(nvme=paths, bandwidth=table)) == expected
     assert shares_of(TierConfig(nvme=paths)) == (1,) * len(paths)
+    missing = next((path for path in paths if not any(path.startswith(known) for known in rates)), None)
+    is_told = bool(rates) and missing is not None and len(paths) > 1
+    told = why_equal(TierConfig(nvme=paths, bandwidth=table))
+    assert told is None if not is_told else f"the given rates have none of {missing} or" in str(told)
+
+
+def test_a_directory_without_a_rate_is_told_where_shares_are_chosen(tmp_path: Path) -> None:
+    rates = replace(RATES, directories=(of(str(tmp_path / "probed"), 1.0),))
+    engine, alone = (TierConfig(nvme=[tmp_path / f"{name}{i}" for i in (0, 1)], bandwidth=rates) for name in "ab")
+
+    async def opened() -> None:
+        async with TensorStore.open(alone):
+            pass
+
+    with pytest.warns(MachineWarning, match=r"rates have none of .*/a0 or of a directory above it, so all"):
+        Engine(torch.nn.Linear(2, 2), engine).close()
+    with pytest.warns(MachineWarning, match=r"rates have none of .*/b0 or of a directory above it, so all"):
+        asyncio.run(opened())
 
 
 def stored_bytes(folder: Path) -> list[int]:

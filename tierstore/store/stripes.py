@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,36 @@ def shares_of(tiers: TierConfig) -> tuple[int, ...]:
     Directories below one that was measured share its rate. A rate measured through the page cache is one of memory, and
     does not count. If a directory has no rate, all shares are 1.
     """
-    measured: list[Path] = []
-    known: dict[Path, float] = {}
-    if isinstance(tiers.bandwidth, BandwidthTable):
-        rows = tiers.bandwidth.directories
-        known = {Path(os.path.realpath(one.path)): one.both.per_s for one in rows if one.is_direct}
-        for directory in map(Path, map(os.path.realpath, tiers.nvme)):
-            measured += [path for path in (directory, *directory.parents) if path in known][:1]
+    known = _known_rates(tiers)
+    measured = [path for directory in tiers.nvme if (path := _measured_at(directory, known)) is not None]
     if len(measured) < len(tiers.nvme):  # one of them was not measured
         return (1,) * len(tiers.nvme)
     rates = [known[path] / measured.count(path) for path in measured]
     shares = [max(1, round(MOST_SHARES * rate / max(rates))) for rate in rates]
     return tuple(share // math.gcd(*shares) for share in shares)
+
+
+def why_equal(tiers: TierConfig) -> str | None:
+    """A warning if rates of directories were given, and several directories share equally because one has none."""
+    known = _known_rates(tiers)
+    without = [directory for directory in tiers.nvme if _measured_at(directory, known) is None]
+    if not known or not without or len(tiers.nvme) == 1:
+        return None
+    return (
+        f"the given rates have none of {without[0]} or of a directory above it, so all directories get equal parts: "
+        "measure them by tierstore probe, with a --nvme DIR for each"
+    )
+
+
+def _known_rates(tiers: TierConfig) -> dict[Path, float]:
+    rows = tiers.bandwidth.directories if isinstance(tiers.bandwidth, BandwidthTable) else ()
+    return {Path(os.path.realpath(one.path)): one.both.per_s for one in rows if one.is_direct}
+
+
+def _measured_at(directory: Path, known: Container[Path]) -> Path | None:
+    """The directory that was measured for this one: itself, or the nearest above it."""
+    own = Path(os.path.realpath(directory))
+    return next((path for path in (own, *own.parents) if path in known), None)
 
 
 def recorded_shares(layout: Mapping[str, Any]) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ from tierstore.store.owner import LoopOwner
 from tierstore.store.routes import Given, Route, flattened, taken
 from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
-from tierstore.store.stripes import shares_of
+from tierstore.store.stripes import shares_of, why_equal
 from tierstore.trace import Tracer
 
 
@@ -130,7 +130,8 @@ class TensorStore:
         Raises:
             ConfigError: there is no such device, no such way to resume, or the codec is "auto".
         Warns:
-            MachineWarning: when it is entered, for a directory whose files are in memory.
+            MachineWarning: when it is entered, for a directory whose files are in memory, or whose rate is missing
+                among those of `tiers`.
         """
         wanted = choice(Resume, "resume", resume)
         if not isinstance(tiers, TierConfig):
@@ -302,8 +303,8 @@ class TensorStore:
     async def __aenter__(self) -> TensorStore:
         self._owner.begin()
         try:
-            in_memory = await self._owner.in_time("the store did not open", to_the_end(self._open()))
-            for reason in in_memory:
+            warnings = await self._owner.in_time("the store did not open", to_the_end(self._open()))
+            for reason in warnings:
                 warn_caller(reason, MachineWarning)
         except Timeout:
             with contextlib.suppress(Timeout):  # it still hangs
@@ -316,7 +317,7 @@ class TensorStore:
         return self
 
     async def _open(self) -> list[str]:
-        in_memory = await self._workers.submit(Priority.DEMAND, self._check_machine)
+        warnings = await self._workers.submit(Priority.DEMAND, self._check_machine)
         directories = self._directories
         if directories.paths:
             await self._workers.submit(Priority.DEMAND, directories.claim)
@@ -324,7 +325,8 @@ class TensorStore:
         self._plan = self._plan_buffers(generation)
         shares: tuple[int, ...] = ()  # a generation has its own
         if generation is None:
-            shares = await self._workers.submit(Priority.DEMAND, lambda: shares_of(with_rates(self._tiers)))
+            shares, reason = await self._workers.submit(Priority.DEMAND, self._choose_shares)
+            warnings += [] if reason is None else [reason]
         self._build(generation, shares)
         rows = [] if generation is None else recorded_entries(generation)
         self._check_budgets(rows)
@@ -334,12 +336,17 @@ class TensorStore:
         await together(self._restore(entry, kind) for entry, kind in rows)
         self._entries = {entry.name: entry for entry, _ in rows}
         self._committed = self._describe()
-        return in_memory
+        return warnings
 
     def _check_machine(self) -> list[str]:
         """Check the machine, and return what to warn of."""
         refuse_impossible([claim_memory(self._tiers.cpu_memory)], "a store with this cpu_memory")
         return reasons_in_memory(self._tiers.nvme)
+
+    def _choose_shares(self) -> tuple[tuple[int, ...], str | None]:
+        """The shares of the directories, and what to warn of."""
+        tiers = with_rates(self._tiers)
+        return shares_of(tiers), why_equal(tiers)
 
     def _plan_buffers(self, generation: Generation | None) -> BufferPlan:
         tiers, asked = self._tiers, self._tiers.chunk_bytes

@@ -30,7 +30,7 @@ from tierstore.plan.schedules import settled
 from tierstore.plan.tiers import place
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
-from tierstore.store.stripes import recorded_shares, shares_of
+from tierstore.store.stripes import recorded_shares, shares_of, why_equal
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
@@ -411,6 +411,8 @@ def _shares(tiers: TierConfig, generation: Generation | None, partition: Partiti
     """The share of each directory: as when the store was made; in a new one, by the rates that its leader was given."""
     if generation is not None:
         return recorded_shares(generation.layout)
+    if (reason := why_equal(tiers)) is not None:
+        warn_caller(reason, MachineWarning)
     return partition.exchange("the shares of the disks", shares_of(tiers))[team.members[0]]
 
 
