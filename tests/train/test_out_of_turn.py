@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import random
 import sys
 import threading
@@ -565,6 +566,19 @@ def test_who_hears_of_a_step_may_close_the_engine_and_the_step_is_committed(tmp_
             engine(x)
     with Engine(Net(), disk(tmp_path), AdamWConfig(), resume="must") as engine:
         assert (heard, engine.step_count) == ([1, 2], 2)
+
+
+def test_who_closes_in_a_hook_of_backward_keeps_the_steps_that_are_done(tmp_path: Path) -> None:
+    """Autograd's threads run hooks on a GPU; they lack the context of the thread that calls the engine."""
+    x = batches(1)[0]
+    with Engine(Net(), disk(tmp_path), AdamWConfig(), update="forward", commit_every=10) as engine:
+        engine.train_step([x], loss_of)
+        loss = loss_of(engine(x))
+        loss.register_hook(lambda _: contextvars.Context().run(engine.close))
+        with pytest.raises(ClosedError):
+            engine.backward(loss)
+    with Engine(Net(), disk(tmp_path), AdamWConfig(), update="forward", commit_every=10, resume="must") as engine:
+        assert engine.step_count == 1
 
 
 @pytest.mark.parametrize("change", ["gathered", "load_state_dict"])

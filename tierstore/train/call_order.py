@@ -70,8 +70,7 @@ class CallOrder:
             ConfigError: another thread is inside.
             ClosedError: this is the child of a fork.
         """
-        held = self._holder.get("call")
-        if held in _INSIDE.get() or (self._is_walked and torch._C._current_graph_task_id() != -1):
+        if self._is_inside(self._holder.get("call")):
             yield
             return
         call = object()
@@ -88,6 +87,10 @@ class CallOrder:
             if "call" in self._holder and self._holder["call"] is call:  # no function call: Ctrl-C comes after it
                 del self._holder["call"]
             _INSIDE.set(tuple(one for one in _INSIDE.get() if one is not call))
+
+    def _is_inside(self, held: object) -> bool:
+        """Whether this thread is in the call in progress, or works for it."""
+        return held in _INSIDE.get() or (self._is_walked and torch._C._current_graph_task_id() != -1)
 
     @contextlib.contextmanager
     def walked(self) -> Iterator[None]:
@@ -118,7 +121,7 @@ class CallOrder:
     def is_busy_elsewhere(self) -> bool:
         """Whether another thread is in a call."""
         held = self._holder.get("call")
-        return held is not None and held not in _INSIDE.get()
+        return held is not None and not self._is_inside(held)
 
     @property
     def is_broken(self) -> bool:
