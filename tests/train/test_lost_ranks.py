@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from kill_ranks import STEPS, TIMEOUT_S, go_on, lose_one, moments, waits_of
 from ranks import outcomes_of, run_ranks
 from sharing import begin_beside_a_stopped_one, begin_late, find_no_room, lose, lose_the_store, meet_late, meet_once
+from torch import distributed
+
+from tierstore.train.ranks import Ranks
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -68,6 +73,20 @@ def test_a_rank_without_room_for_weights_ends_the_others() -> None:
     assert last == "BudgetError: the GPU has no room"
     assert first.startswith("RankLost: rank 0 of 2 waited for the weights of ")
     assert "and rank 1 has left (closed); see why there" in first
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Ranks]:
+    """A group of one rank."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield Ranks()
+    distributed.destroy_process_group()
+
+
+def test_memory_that_a_rank_does_not_find_is_no_lost_rank(alone: Ranks) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="no room"), alone.waiting("a gradient"):
+        raise torch.OutOfMemoryError("no room")
+    assert alone.exchange("a value", 1) == [1]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -200,6 +200,8 @@ class Ranks:
         begin = time.monotonic()
         try:
             yield
+        except torch.OutOfMemoryError:  # of this rank alone
+            raise
         except (RuntimeError, TimeoutError) as error:
             with self._reporting:  # one report is enough
                 self._lost = self._lost or RankLost(self._report(what, time.monotonic() - begin, error))
