@@ -6,6 +6,7 @@ that have torchrun's variables.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import psutil
@@ -24,10 +26,11 @@ import torch
 from commands import forked, launched
 from crews import all_fail, differ, one_fails, one_is_lost, trained
 from ranks import call, run_in_turn, run_ranks
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from typer.testing import CliRunner
 
 import tierstore
+from tierstore.apps import crew
 from tierstore.apps.crew import Crew
 from tierstore.apps.data import Batches, read_corpus
 from tierstore.apps.launch import Launch
@@ -276,3 +279,17 @@ def test_one_rank_needs_no_group() -> None:
     assert crew.exchange("nothing", 3) == [3]
     assert crew.all_succeed("nothing", lambda: 4) == 4
     assert crew.sentence(ConfigError("no such\n thing")) == "no such thing"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_collectives_of_a_run_that_fails_are_aborted(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some may wait for a rank that is gone, if the engine could not be closed."""
+    ended = []
+    monkeypatch.setattr(crew, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(crew.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(crew, "Ranks", lambda **_: SimpleNamespace(exchange=lambda *_: [], close=lambda: None))
+    monkeypatch.setattr(crew, "end_groups", lambda groups, is_whole: ended.append((groups, is_whole)))
+    with contextlib.suppress(KeyboardInterrupt), crew.joined(Launch(0, 2, 0, 2), "cpu"):
+        if fails:
+            raise KeyboardInterrupt
+    assert ended == [([None], not fails)]

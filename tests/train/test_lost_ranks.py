@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,11 @@ from kill_ranks import STEPS, TIMEOUT_S, go_on, lose_one, moments, waits_of
 from ranks import outcomes_of, run_ranks
 from sharing import begin_beside_a_stopped_one, begin_late, find_no_room, lose, lose_the_store, meet_late, meet_once
 from torch import distributed
+from torch.distributed import distributed_c10d
 
+from tierstore.errors import RankLost
+from tierstore.train import ranks as train_ranks
+from tierstore.train.partition import Partition
 from tierstore.train.ranks import Ranks
 
 
@@ -87,6 +94,30 @@ def test_memory_that_a_rank_does_not_find_is_no_lost_rank(alone: Ranks) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="no room"), alone.waiting("a gradient"):
         raise torch.OutOfMemoryError("no room")
     assert alone.exchange("a value", 1) == [1]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_collectives_that_wait_for_a_lost_rank_are_aborted(is_lost: bool, alone: Ranks) -> None:
+    """NCCL destroys a group once its collectives have ended; it may abort one only once those of all have ended."""
+    partition, ended, world = Partition(3, alone), [], len(distributed_c10d._world.pg_names)
+    groups = len(partition._groups)
+    meeting = threading.Barrier(groups)
+
+    def end(way: Callable[[Any], None], group: Any) -> None:
+        if is_lost:
+            meeting.wait(20)
+        way(group)
+        ended.append(way)
+
+    destroy, abort = distributed.destroy_process_group, distributed_c10d._abort_process_group
+    if is_lost:
+        alone._lost = RankLost("rank 1 does not answer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "destroy_process_group", partial(end, destroy))
+        patch.setattr(train_ranks, "_abort_process_group", partial(end, abort))
+        partition.close(1.0)
+    assert ended == [abort if is_lost else destroy] * groups
+    assert len(distributed_c10d._world.pg_names) == world - groups
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from tierstore.apps.launch import Launch
 from tierstore.errors import ConfigError, RankLost, TierstoreError
 from tierstore.store.team import attempt, outcome, results
-from tierstore.train.ranks import Ranks, refuse_different
+from tierstore.train.ranks import Ranks, end_groups, refuse_different
 
 T = TypeVar("T")
 _TIMEOUT_S = 300.0
@@ -171,10 +171,11 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
         why = f"({' '.join(str(error).split())})"
         raise ConfigError(f"the {launch.count} ranks do not find each other {why}; start them with torchrun") from None
     ranks = Ranks(timeout_s=_TIMEOUT_S)
-    crew = Crew(launch, ranks)
+    crew, has_ended = Crew(launch, ranks), False
     try:
         yield crew
         crew.exchange("the end of the run", None)  # torchrun stops all when the first one ends with a nonzero exit code
+        has_ended = True
     except TierstoreError as error:
         raise type(error)(crew.sentence(error)) from error
     except Exception as error:
@@ -182,5 +183,4 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
         raise
     finally:
         ranks.close()
-        with contextlib.suppress(Exception):  # a group that has lost a rank
-            distributed.destroy_process_group()
+        end_groups([None], is_whole=has_ended)

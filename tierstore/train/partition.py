@@ -16,7 +16,6 @@ Source: Rajbhandari et al., ZeRO, 2020; ZeRO-Infinity, 2021.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, sha
 from tierstore.store.team import Alone, Team, attempt, outcome, results
 from tierstore.train.capture import writable
 from tierstore.train.filling import PIECE_ELEMENTS, Piece, in_pieces
-from tierstore.train.ranks import Ranks, refuse_different
+from tierstore.train.ranks import Ranks, end_groups, refuse_different
 
 T = TypeVar("T")
 Partials = npt.NDArray[np.float64]
@@ -123,11 +122,9 @@ class Partition:
         self.ranks.close()
         if not self._groups:
             return
-        for group in self._groups:
-            with contextlib.suppress(Exception):  # one that has lost a rank
-                distributed.destroy_process_group(group)
+        end_groups(self._groups, is_whole=self.ranks.is_whole)
         # With its last reference a group's connections close: ranks that wait for this one learn it at once.
-        del group, self.gathers, self.turns, self.reductions, self._control, self._sharing, self._teams
+        del self.gathers, self.turns, self.reductions, self._control, self._sharing, self._teams
         self._groups, self.replicas = [], None
 
     # --- cutting ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar, cast
@@ -26,6 +27,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import (
+    _abort_process_group,
     _get_default_group,
     _get_default_store,
     _new_process_group_helper,
@@ -150,6 +152,11 @@ class Ranks:
             )
         _world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(chosen)}
         return cast(ProcessGroup, made)  # this rank is one of its members
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank was found missing."""
+        return self._lost is None
 
     @property
     def wait_s(self) -> float:
@@ -289,6 +296,22 @@ def _unbound() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
+
+
+def end_groups(groups: Sequence[ProcessGroup | None], *, is_whole: bool) -> None:
+    """Destroy process groups; None stands for all there are.
+
+    Args:
+        is_whole: no rank is missing. Otherwise collectives are aborted: NCCL would wait until they end.
+    """
+
+    def end(group: ProcessGroup | None) -> None:
+        with contextlib.suppress(Exception):  # one that has lost a rank
+            (distributed.destroy_process_group if is_whole else _abort_process_group)(group)
+
+    # Together: an abort may free memory, for which the GPU waits until the collectives of other groups have ended, too.
+    with ThreadPoolExecutor(1 if is_whole else len(groups)) as threads:
+        threads.map(end, groups)
 
 
 def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
