@@ -502,14 +502,64 @@ def test_positions_that_do_not_fit() -> None:
         next(iter(shorter))
 
 
+class Graph:
+    """A batch of a library, with tensors that only itself knows."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._held = {"x": x}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._held[name]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Graph:
+        return Graph(self["x"].to(device, non_blocking=non_blocking))
+
+
+class LateStream:
+    """A stream of a GPU; it knows how many kernels of other streams have run before what it queues next."""
+
+    def __init__(self, device: object = None) -> None:
+        self.queued = 0
+        self.have_run: dict[LateStream, int] = {}
+
+    def wait_stream(self, other: LateStream) -> None:
+        self.have_run[other] = other.queued
+
+    def record_event(self) -> object:
+        return object()
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+
+def test_memory_of_a_freed_batch_is_not_written_while_kernels_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy may get the memory of any batch before the last one, also of one that was kept for later steps."""
+    first, have_run = LateStream(), list[int]()
+    current = first
+
+    @contextlib.contextmanager
+    def copying(stream: LateStream) -> Iterator[None]:
+        have_run.append(stream.have_run.get(first, 0))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", LateStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", copying)
+    for _ in PrefetchingLoader([Movable()] * 6, "cuda"):
+        first.queued += 1  # a kernel that reads the first batch
+        current = LateStream()
+    assert have_run == [0, 0, 1, 2, 3, 4]
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_the_copy_is_not_read_before_it_has_ended() -> None:
+@pytest.mark.parametrize("made", [dict, Graph])
+def test_on_a_gpu_the_copy_is_not_read_before_it_has_ended(made: Callable[..., Any]) -> None:
     batches = [torch.full((4 << 20,), float(index)) for index in range(6)]
     device = torch.device("cuda")
     sums = []
-    for batch in PrefetchingLoader({"x": one} for one in batches):
+    for batch in PrefetchingLoader(made(x=one) for one in batches):
         assert batch["x"].device.type == "cpu"
-    for batch in PrefetchingLoader(({"x": one} for one in batches), device):
+    for batch in PrefetchingLoader((made(x=one) for one in batches), device):
         torch.cuda._sleep(20_000_000)  # the batch is used long after it was handed out, while others are copied
         sums.append(batch["x"].sum())
         del batch

@@ -273,13 +273,15 @@ class _Mover:
     """Moves batches to a device.
 
     The copy stream allocates what it copies into, so the allocator gives the memory of freed batches back to that
-    stream: without `record_stream`, it would reuse that memory while kernels of the compute stream still read it.
+    stream, and not every object shows which memory it has. So each copy waits for the kernels that are queued by then
+    where batches were handed out: those of all steps but the one that it runs beside, whose batch is not freed yet.
     """
 
     def __init__(self, device: torch.device, pin: bool) -> None:
         self._device = device
         self._pin = pin
         self._stream: Any = None
+        self._used_in: set[Any] = set()
 
     def depart(self, batch: Any, source: Any) -> _Ahead:
         """Starts the copy."""
@@ -287,6 +289,8 @@ class _Mover:
             return _Ahead(_mapped(batch, self._moved), source)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        for stream in self._used_in:
+            self._stream.wait_stream(stream)
         with torch.cuda.stream(self._stream):
             moved = _mapped(batch, self._moved)
         return _Ahead(moved, source, self._stream.record_event())
@@ -296,14 +300,7 @@ class _Mover:
         if ahead.event is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(ahead.event)
-
-            def used(value: Any) -> Any:
-                for tensor in _tensors(value):
-                    if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                        tensor.record_stream(current)
-                return value
-
-            _mapped(ahead.batch, used)
+            self._used_in.add(current)
         return ahead.batch
 
     def _moved(self, value: Any) -> Any:
@@ -341,13 +338,6 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
             object.__setattr__(made, field.name, _mapped(getattr(value, field.name), function))
         return made
     return function(value)
-
-
-def _tensors(value: Any) -> Iterable[Any]:
-    """The tensors of a leaf: the leaf itself, or those that an object with a method `to` holds (a PackedSequence)."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    return tuple(value) if isinstance(value, tuple) else tuple(getattr(value, "__dict__", {}).values())
 
 
 def _has_state(value: object) -> bool:
