@@ -300,6 +300,27 @@ def test_the_warning_names_the_line_that_calls_the_engine(call: str, tmp_path: P
     assert warned[0].filename == __file__
 
 
+def test_a_resumed_run_on_another_gpu_draws_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on one that is beyond those that there were."""
+    states, put_back = [torch.full((16,), number, dtype=torch.uint8) for number in range(2)], dict[int, int]()
+    with opened(WAY, tmp_path) as run, monkeypatch.context() as patch:
+        generations, device = run.engine._generations, run.engine._parts.device
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+        patch.setattr(torch.cuda, "set_rng_state_all", lambda _: None)
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: put_back.update({gpu: int(state[0])}))
+        patch.setattr(device, "torch_device", torch.device("cuda", 1))
+        captured = generations._captured()
+        for gpu in (0, 3):
+            patch.setattr(device, "torch_device", torch.device("cuda", gpu))
+            generations._restore(captured)
+        del captured["random"]["gpu"]  # as a store of an older release
+        patch.setattr(device, "torch_device", torch.device("cuda", 2))
+        generations._restore(captured)
+    assert put_back == {0: 1, 3: 1}
+
+
 def test_states_of_more_gpus_than_there_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
     states = capture.random_states() | {"cuda": [np.full(16, number, np.uint8) for number in range(3)]}
     put_back: list[int] = []

@@ -43,8 +43,12 @@ class Stateful(Protocol):
         """Put back what `state_dict` gave."""
 
 
-def random_states() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, of the CPU and of every CUDA device in use."""
+def random_states(gpu: int | None = None) -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, of the CPU and of every CUDA device in use.
+
+    Args:
+        gpu: which of these the model is on; None if it is on none, or if it does not matter.
+    """
     name, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -53,11 +57,15 @@ def random_states() -> dict[str, Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
+        states["gpu"] = gpu
     return states
 
 
-def restore_random_states(states: Mapping[str, Any]) -> None:
+def restore_random_states(states: Mapping[str, Any], gpu: int | None = None) -> None:
     """Put back what `random_states` gave.
+
+    Args:
+        gpu: which one the model is on now: it goes on from the state of the one that the model was on.
 
     Raises:
         FormatError: they are not such states.
@@ -67,9 +75,11 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         np.random.set_state(states["numpy"])
         torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
         if "cuda" in states and torch.cuda.is_available():
-            here = states["cuda"][: torch.cuda.device_count()]  # there may be fewer now, whichever those are
-            torch.cuda.set_rng_state_all([torch.from_numpy(state.copy()) for state in here])
-    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError, KeyError) as error:
+            found = [torch.from_numpy(state.copy()) for state in states["cuda"]]
+            torch.cuda.set_rng_state_all(found[: torch.cuda.device_count()])  # there may be fewer now
+            if gpu is not None and (before := states.get("gpu")) is not None:  # older releases do not tell
+                torch.cuda.set_rng_state(found[before], gpu)
+    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError, LookupError) as error:
         raise FormatError(f"the random states of the store cannot be restored: {error}") from None
 
 

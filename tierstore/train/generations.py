@@ -199,7 +199,8 @@ class Generations:
             touched = sorted(self.pending.touched)
             state["pending"] = {"set": self.gradient_set, "touched": touched, "scale": self.pending.scale}
         # The random states last: capturing the others may draw random numbers.
-        plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
+        gpu = self._parts.device.torch_device.index
+        plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states(gpu)}
         return plain
 
     def begin(self) -> None:
@@ -228,7 +229,7 @@ class Generations:
         own, is_new_rank = self._own_part(captured)
         self.given.restore(captured, own["registered"])
         capture.load_module_state(self._parts.model, own["buffers"])
-        capture.restore_random_states(own["random"])
+        capture.restore_random_states(own["random"], self._parts.device.torch_device.index)
         if is_new_rank:
             capture.reseed(self._parts.partition.position)
 
