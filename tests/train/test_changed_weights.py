@@ -457,6 +457,40 @@ def test_a_write_out_of_place_is_told_how_it_is_kept(tmp_path: Path) -> None:
             copy.deepcopy(parameter)
 
 
+class Recurrent(nn.Module):
+    """Flattens its weights in forward, as cuDNN's warning advises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(4, 4, 2), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cells.flatten_parameters()
+        return self.head(self.cells(x)[0])  # type: ignore[no-any-return]
+
+
+def test_recurrent_weights_stay_with_their_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.no_grad()
+    def flatten(cells: nn.LSTM) -> None:
+        """What it does on a GPU."""
+        sizes = [weight.numel() for weight in cells._flat_weights]
+        for weight, part in zip(cells._flat_weights, torch.empty(sum(sizes)).split(sizes)):
+            weight.set_(part.view_as(weight).copy_(weight))
+
+    model, x = Recurrent(), torch.ones(2, 3, 4)
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", flatten)
+    with Engine(model, disk(tmp_path)) as engine:
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        with engine.gathered(""):
+            mine = copy.deepcopy(model)
+        expected = engine.state_dict()
+    mine.double()(x.double())
+    assert all(torch.equal(value, expected[name]) for name, value in mine.float().state_dict().items())
+    assert "flatten_parameters" not in vars(model.cells)
+
+
 def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path: Path) -> None:
     with opened(WAY, tmp_path) as run:
         run.step()

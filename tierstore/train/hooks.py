@@ -54,6 +54,9 @@ class ModelHooks:
             torch._dynamo.decorators.skip(called_by_autograd)
         self.refuse_outside: Callable[[], None] = lambda: None
         """Called when a module is called outside of `watching`."""
+        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+        for recurrent in self._recurrent:
+            vars(recurrent)["flatten_parameters"] = _flatten_nothing
         self._handles = []
         for module, needed in groups.of_module.items():
             enter, leave = self._hooks_of(module, access, needed, holds=module not in groups.closed)
@@ -65,6 +68,9 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for recurrent in self._recurrent:
+            vars(recurrent).pop("flatten_parameters", None)
+        self._recurrent.clear()
         self.refuse_outside = lambda: None  # graphs hold this; see [Note: let go]
 
     def step_ended(self) -> None:
@@ -166,6 +172,11 @@ class ModelHooks:
             )
         self._gate.access.visit(group.index)
         return same.detach()  # a new view: it keeps the group there, which the saved one does not
+
+
+def _flatten_nothing() -> None:
+    """In place of `nn.LSTM.flatten_parameters`, which models call in forward: on a GPU it takes weights out of the
+    storage of their group. A copy of the model has this, too; only its speed depends on that."""
 
 
 def _counted_values(tensor: torch.Tensor) -> torch.Tensor | None:
