@@ -36,7 +36,7 @@ from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, sha
 from tierstore.store.team import Alone, Team, attempt, outcome, results
 from tierstore.train.capture import writable
 from tierstore.train.filling import PIECE_ELEMENTS, Piece, in_pieces
-from tierstore.train.ranks import Ranks, end_groups, refuse_different
+from tierstore.train.ranks import Ranks, end_groups, is_nccl, refuse_different
 
 T = TypeVar("T")
 Partials = npt.NDArray[np.float64]
@@ -382,7 +382,7 @@ def partition_of(
     """The partition that a user asks for; without a process group there is one rank, which keeps everything.
 
     Raises:
-        ConfigError: the options contradict each other.
+        ConfigError: the options contradict each other, or ranks of GPUs could wait for each other for ever.
     """
     if zero not in (None, 0, 1, 2, 3):
         raise ConfigError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
@@ -402,7 +402,8 @@ def partition_of(
             )
         shards = device_mesh.get_group(device_mesh.ndim - 1)
         replicas = device_mesh.get_group(0) if device_mesh.ndim == 2 else None
-    ranks = Ranks(process_group, timeout_s=tiers.timeout_s, device=torch.device(tiers.device))
+    device = torch.device(tiers.device)
+    ranks = Ranks(process_group, timeout_s=tiers.timeout_s, device=device)
     if ranks.count == 1:
         ranks.close()
         return Partition(stage, None)
@@ -411,6 +412,12 @@ def partition_of(
             raise ConfigError(
                 "zero=0 keeps everything at every rank, and a store keeps every byte once: use zero=1, which keeps the "
                 "optimizer state once, or give no nvme directory"
+            )
+        # Only stage 3 gathers weights while gradients are reduced; their order differs between ranks.
+        if stage == 3 and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and is_nccl(ranks.group, device):
+            raise ConfigError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue for all its work, in which gathers of weights and "
+                "reductions of gradients may wait for each other for ever: unset it, or use zero=2"
             )
         return Partition(stage, ranks, shards, replicas)
     except BaseException:
