@@ -309,8 +309,12 @@ def end_groups(groups: Sequence[ProcessGroup | None], *, is_whole: bool) -> None
         with contextlib.suppress(Exception):  # one that has lost a rank
             (distributed.destroy_process_group if is_whole else _abort_process_group)(group)
 
+    if is_whole:
+        for group in groups:
+            end(group)
+        return
     # Together: an abort may free memory, for which the GPU waits until the collectives of other groups have ended, too.
-    with ThreadPoolExecutor(1 if is_whole else len(groups)) as threads:
+    with contextlib.suppress(RuntimeError), ThreadPoolExecutor(len(groups)) as threads:  # the process exits: no threads
         threads.map(end, groups)
 
 
