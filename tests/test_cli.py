@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import tierstore.apps.train
 from tierstore.apps.bench import step_worker
 from tierstore.apps.options import Precision, Preset, TrainOptions
-from tierstore.apps.report import Totals
+from tierstore.apps.report import Reporter, Totals
+from tierstore.apps.stopping import let_go
 from tierstore.apps.train import Outcome
 from tierstore.cli import app
 from tierstore.cli.common import directory, file, told
@@ -273,6 +274,29 @@ def test_a_reader_that_has_left_changes_no_exit_code(params: str, leaves: str, c
                             cwd=Path(tierstore.__file__).parents[1])  # fmt: skip
     os.close(writer)
     assert (result.returncode, result.stdout or b"", result.stderr or b"") == (code, b"", b"")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_training_goes_on_when_its_output_cannot_be_written(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, or on a terminal that is gone."""
+
+    def work(options: TrainOptions, reporter: Reporter, **_: Any) -> Outcome:
+        warnings.simplefilter("always")
+        warnings.warn("no room", MachineWarning, stacklevel=1)
+        reporter.start(0, 9)
+        reporter.say("the model")
+        reporter.stop()
+        return Outcome(Totals(last_step=3), signal.SIGINT)
+
+    monkeypatch.setattr(tierstore.apps.train, "train", work)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a live line, with a thread that writes, too
+    terminal, descriptor = os.openpty() if is_terminal else (os.open("/dev/full", os.O_RDWR), os.open("/dev/full", 1))
+    os.close(terminal)
+    with open(descriptor, "w") as output, open(os.dup(descriptor), "w") as errors:
+        monkeypatch.setattr("tierstore.cli.common.let_go", lambda number: let_go(errors.fileno()))  # not the tests' own
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert app(["train"], standalone_mode=False) == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

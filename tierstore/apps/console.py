@@ -1,9 +1,11 @@
-"""The console of the commands: rich's, except that work goes on when the reader of its output leaves.
+"""The consoles of the commands: rich's, except that work goes on when the reader of its output leaves.
 
-Scope: one class. Not here: what is shown (`plain.py`, `progress.py`, the reports).
+Scope: two classes. Not here: what is shown (`plain.py`, `progress.py`, the reports).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from rich import console
 
@@ -15,3 +17,13 @@ class Console(console.Console):
 
     def on_broken_pipe(self) -> None:
         let_go(self.file.fileno())
+
+
+class RunConsole(Console):
+    """The console of work that leaves more than what it shows: whatever refuses its output is a reader who has left."""
+
+    def __exit__(self, *error: Any) -> None:  # where rich writes
+        try:
+            super().__exit__(*error)
+        except OSError:  # the terminal is gone, or the disk of a log is full
+            self.on_broken_pipe()

@@ -115,7 +115,7 @@ def say(sentence: str) -> None:
     if sentence:
         try:
             typer.echo(f"tierstore: {sentence}", err=True)
-        except BrokenPipeError:  # the reader has left
+        except OSError:  # the reader has left, the terminal is gone, or the disk of a log is full
             let_go(2)
 
 

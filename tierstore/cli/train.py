@@ -166,12 +166,12 @@ def _checked(launch: Launch, values: dict[str, Any], file: Path | None, context:
 
 
 def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> None:
-    from tierstore.apps.console import Console
+    from tierstore.apps.console import RunConsole
     from tierstore.apps.progress import spinner
     from tierstore.apps.spinning import ask_for_short_spins
 
     ask_for_short_spins()
-    console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
+    console = RunConsole() if launch.rank == 0 else RunConsole(quiet=True, force_terminal=False)
     with spinner(console, "importing torch and transformers"), loading():
         from tierstore.apps.crew import joined
         from tierstore.apps.heap import ask_for_huge_pages
