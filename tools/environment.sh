@@ -85,12 +85,8 @@ install() {  # extras
 }
 
 make_environment() {  # extras
-  if ! is_current "$1"; then install "$1"; fi
-  if ! check_installation 2>/dev/null; then
-    say "what is installed in $venv does not work; making it anew"
-    discard
-    install "$1"
-    check_installation || die "the installation in $venv does not work; see the message above"
-  fi
-  stamp_text "$1" >"$venv/.tierstore-$1"
+  is_current "$1" || install "$1"
+  check_installation || die "what is installed in $venv does not work, see the message above;" \
+    "if that stays so, remove it: it is then made anew"
+  is_current "$1" || stamp_text "$1" >"$venv/.tierstore-$1"
 }

@@ -6,7 +6,7 @@
 # Without --store (or --nvme, which is the same) the state goes to a temporary directory in this repository and is
 # removed at the end. With it, the state is kept, and the same command goes on where the last one ended.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/tools/environment.sh"
 
 # 25.5 million parameters need 16 bytes each, 389 MiB: 8.1 times the memory given here. If an option is given twice,
@@ -53,9 +53,12 @@ fi
 device=cpu
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then device=cuda; fi
 
+run=("$python" -m tierstore.cli train --device "$device" ${model[@]+"${model[@]}"} "${options[@]}")
+if [ -n "$keep" ]; then exec "${run[@]}"; fi  # so that a signal for this script reaches the run
+
 status=0
-"$python" -m tierstore.cli train --device "$device" ${model[@]+"${model[@]}"} "${options[@]}" || status=$?
-case $keep,$status in
-  ,0 | ,130 | ,143) say "the state was temporary and is removed; --store DIR keeps it, and goes on from it" ;;
+"${run[@]}" || status=$?
+case $status in
+  0 | 130 | 143) say "the state was temporary and is removed; --store DIR keeps it, and goes on from it" ;;
 esac
 exit "$status"

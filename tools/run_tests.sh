@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Environment, lint, types, import floors, tests. Arguments go to pytest. Fails when any of them fails.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/tools/environment.sh"
 cd "$root"
 
@@ -31,7 +31,7 @@ wait "$compiling" || true  # what does not compile fails in the tests
 status=0
 # Where memory is plenty, tests write to it, 3 GB at most: the whole run takes an eighth less time. The package itself
 # checks what O_DIRECT asks for, and tests that need a real disk use one (`disk_path`). With TMPDIR=/tmp all tests do.
-room=$(df --output=avail -BG /dev/shm 2>/dev/null | tail -1 | tr -dc 0-9)
+room=$(df --output=avail -BG /dev/shm 2>/dev/null | tail -1 | tr -dc 0-9) || true
 if [ -z "${TMPDIR:-}" ] && [ "${room:-0}" -ge 8 ]; then
   TMPDIR=$(mktemp -d /dev/shm/tierstore-tests.XXXXXX)
   trap 'rm -rf "$TMPDIR"' EXIT

@@ -1,8 +1,13 @@
-"""The quick start script: which arguments it passes on. Its Python is a stand-in that writes them down."""
+"""The quick start script, and the one of the tests: which arguments they pass on, and what becomes of the environment.
+
+Their Python is a stand-in that writes its arguments down.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,30 +17,35 @@ import pytest
 Quickstart = Callable[..., tuple[subprocess.CompletedProcess[str], list[str]]]
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
-if [ "$1" = "-m" ]; then
-  printf '%s\\n' "$@" >"$(dirname "$0")/../arguments"
-  exit "$(cat "$(dirname "$0")/../status")"
-fi
+cd "$(dirname "$0")/.."
+case $1 in
+  -m)
+    printf '%s\\n' "$@" >arguments
+    exit "$(cat status)"
+    ;;
+  -) ! cat trouble >&2 2>/dev/null ;;  # the check of the environment
+esac
 """
 
 
 @pytest.fixture
 def quickstart(tmp_path: Path) -> Quickstart:
-    """A function that runs the script; it returns the result and the arguments of `train`."""
+    """A function that runs a script; it returns the result and the arguments of `train`, or of pytest."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(PYTHON)
     python.chmod(0o755)
-    stamp = f'root={ROOT}; . "$root/tools/environment.sh"; stamp_text transformers >{tmp_path}/.tierstore-transformers'
-    subprocess.run(["bash", "-c", stamp], check=True)
+    stamps = f'for extra in transformers dev; do stamp_text $extra >"{tmp_path}/.tierstore-$extra"; done'
+    subprocess.run(["bash", "-c", f'root={ROOT}; . "$root/tools/environment.sh"; {stamps}'], check=True)
 
     def run(
-        *arguments: str, status: int = 0, environment: Path = tmp_path
-    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        *arguments: str, status: int = 0, environment: Path = tmp_path, folder: Path = tmp_path.parent,
+        script: str = f"{ROOT}/tools/quickstart.sh", **variables: str,
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:  # fmt: skip
         (tmp_path / "status").write_text(str(status))
         result = subprocess.run(
-            ["bash", str(ROOT / "tools/quickstart.sh"), *arguments], capture_output=True, text=True, timeout=60,
-            cwd=tmp_path.parent, env={"PATH": "/usr/bin:/bin", "TIERSTORE_VENV": str(environment)},
+            ["bash", script, *arguments], capture_output=True, text=True, timeout=60, cwd=folder,
+            env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "TIERSTORE_VENV": str(environment), **variables},
         )  # fmt: skip
         given = tmp_path / "arguments"
         return result, given.read_text().splitlines() if given.exists() else []
@@ -103,3 +113,53 @@ def test_what_became_of_the_state_is_said_of_a_run_that_was_one(
 ) -> None:
     result, _ = quickstart(status=status)
     assert (result.returncode, "removed" in result.stdout) == (status, is_said)
+
+
+def test_an_environment_that_does_not_work_now_stays_as_it_is(quickstart: Quickstart, tmp_path: Path) -> None:
+    (tmp_path / "trouble").write_text("MemoryError\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result, given = quickstart("--store", "kept")
+    assert (result.returncode, given) == (1, [])
+    assert result.stderr == (
+        f"MemoryError\nquickstart.sh: what is installed in {tmp_path} does not work, see the message above; if that "
+        "stays so, remove it: it is then made anew\n"
+    )
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_nothing_is_written_to_an_environment_that_is_current(quickstart: Quickstart, tmp_path: Path) -> None:
+    stamp = tmp_path / ".tierstore-transformers"
+    os.utime(stamp, (1, 1))
+    assert quickstart("--store", "kept")[0].returncode == 0
+    assert stamp.stat().st_mtime == 1
+
+
+def test_an_environment_of_another_release_is_renewed(quickstart: Quickstart, tmp_path: Path) -> None:
+    (tmp_path / "pyvenv.cfg").touch()
+    stamp = tmp_path / ".tierstore-transformers"
+    current = stamp.read_text()
+    stamp.write_text("of another release\n")
+    result, given = quickstart("--store", "kept")
+    assert (result.returncode, values(given, "--nvme"), stamp.read_text()) == (0, ["kept"], current)
+    assert "installing" in result.stdout
+
+
+def test_the_exported_search_path_of_cd_changes_nothing(quickstart: Quickstart) -> None:
+    result, given = quickstart("--store", "kept", script="tools/quickstart.sh", folder=ROOT, CDPATH=".")
+    assert (result.returncode, values(given, "--nvme")) == (0, ["kept"]), result.stderr
+
+
+def test_tests_run_where_no_memory_can_be_written_to(quickstart: Quickstart, tmp_path: Path) -> None:
+    df = tmp_path / "bin" / "df"
+    df.write_text("#!/bin/sh\nexit 1\n")
+    df.chmod(0o755)
+    result, given = quickstart("-x", script="tools/run_tests.sh", folder=ROOT, CDPATH=".")
+    assert (given[:2], given[-1]) == (["-m", "pytest"], "-x"), result.stdout
+
+
+def test_the_script_becomes_the_run_whose_state_is_kept_and_so_gets_its_signals(
+    quickstart: Quickstart, tmp_path: Path
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.write_text(PYTHON.replace('exit "$(cat status)"', "kill -TERM $$"))
+    assert quickstart("--store", "kept")[0].returncode == -signal.SIGTERM
