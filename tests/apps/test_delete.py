@@ -184,6 +184,15 @@ def test_one_in_use_is_refused(tmp_path: Path) -> None:
         assert running.step_count == 1
 
 
+def test_a_directory_that_the_system_keeps_stays_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    trained(a, b)
+    monkeypatch.chdir(a)
+    code, output = delete(".", b, "--yes", "--json", "../removed.json")
+    assert code == 0, output
+    assert names(tmp_path) == {"a", "removed.json"}
+
+
 def test_without_an_answer_nothing_goes(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     before = names(tmp_path)

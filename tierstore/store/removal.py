@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import ConfigError, FormatError, StorageError
-from tierstore.io.backend import Backend, storage_errors
+from tierstore.io.backend import Backend
 from tierstore.pack.layout import listed
 from tierstore.store.directories import end_store_making, holds_snapshots, identity_of, mark_unfinished
 from tierstore.store.lock import StoreLock
@@ -154,7 +154,7 @@ def _shown(names: Sequence[str]) -> str:
 def remove(
     directories: Sequence[Path], backend: Backend | None = None, *, only_unfinished: bool = False
 ) -> list[StoreDirectory]:
-    """Remove a store, and its directories if nothing else is in them.
+    """Remove a store, and its directories if nothing else is in them and the system lets them go.
 
     A kill in between leaves the last generation whole, or none; another call can remove what is left.
 
@@ -187,10 +187,9 @@ def remove(
         lock.release()
     for directory in found:
         if not directory.others:
-            with storage_errors("removal", directory.path):
-                with contextlib.suppress(FileNotFoundError):
-                    (directory.path / SNAPSHOTS).rmdir()
-                directory.path.rmdir()
+            for path in (directory.path / SNAPSHOTS, directory.path):
+                with contextlib.suppress(OSError):  # the system keeps a mount point, and "."; a parent may be read-only
+                    path.rmdir()
             if directory.path.parent.name == SNAPSHOTS and Manifests(directory.path.parent.parent, backend).numbers():
                 with contextlib.suppress(OSError):  # it holds other snapshots
                     directory.path.parent.rmdir()
