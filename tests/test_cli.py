@@ -255,6 +255,20 @@ def test_an_interrupt_before_any_command_runs_is_one_sentence(start: list[str], 
         assert ((result.returncode, result.stderr) == expected) if expected else "AttributeError" in result.stderr
 
 
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_no_file_takes_the_place_of_a_standard_stream_that_is_closed(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text(
+        "import os, sys\n"
+        "opened = os.open('opened', os.O_CREAT)\n"
+        "sys.stdin.isatty(), print('shown'), print('told', file=sys.stderr)\n"
+        "os._exit(opened if all(map(os.get_inheritable, range(3))) else 1)\n"
+    )
+    ended = subprocess.run(["bash", "-c", f'exec "$0" -c "from tierstore.cli import main; main()" {closed}',
+                            sys.executable], cwd=tmp_path, capture_output=True, timeout=60,
+                            env={"PYTHONPATH": f"{tmp_path}:{Path(tierstore.__file__).parents[1]}"})  # fmt: skip
+    assert ended.returncode > 2, ended.stderr
+
+
 @pytest.mark.parametrize("arguments", [["plan", "--params", "7e9"], ["--help"]])
 def test_what_cannot_be_shown_for_want_of_room_is_one_sentence(arguments: list[str]) -> None:
     root = Path(tierstore.__file__).parents[1]

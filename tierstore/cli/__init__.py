@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def __getattr__(name: str) -> Any:
 
 def main() -> None:
     """Entry point of the command `tierstore`."""
+    _open_streams()
     usual = signal.getsignal(signal.SIGINT)
     hears = usual is signal.default_int_handler  # else it has another handler, or is ignored
     if hears:
@@ -32,6 +34,15 @@ def main() -> None:
     if hears:
         signal.signal(signal.SIGINT, usual)
     run()
+
+
+def _open_streams() -> None:
+    """Opens the standard streams that are closed, on nothing: files opened later would take their places."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one, which is that of this stream
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", errors="replace", closefd=False))
 
 
 def _leave(number: int, frame: object) -> None:
