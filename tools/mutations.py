@@ -386,7 +386,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a line of the log is on the disk before its commit", "apps/train.py _Run.run",
-        "self._engine.before_commit(self._log.sync)", "apps/test_train.py",
+        "self._engine.before_commit(partial(self._unless_full, self._log.sync))", "apps/test_train.py",
     ),
     Mutation(
         "what is not used is told", "train/given.py Given._what_is_left",

@@ -661,6 +661,20 @@ def test_a_full_disk_for_lines_is_told_and_training_goes_on(
     assert ("full; it lacks the last lines" in said) != is_freed
 
 
+def test_a_quota_that_only_a_sync_of_the_lines_meets_is_told_and_training_goes_on(
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:  # as where the file is on another machine
+        raise OSError(errno.EDQUOT, "full")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    outcome, _, said = run(options(steps=3, export=None))
+    said = " ".join(said.split())
+    assert outcome.totals.steps == 3
+    assert said.count("full; training goes on, and lines are written when there is room") == 1
+    assert "full; it lacks the last lines" in said
+
+
 def test_a_link_for_a_configuration_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "of another model").write_text("{}")

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,7 +134,7 @@ class _Run:
         self._agreed: signal.Signals | None = None
         self._device = torch.device(options.device)
         self._loss = float("nan")
-        self._lines_wait = False
+        self._is_full_told = False
         self._totals = Totals()
         self._tokens_per_step = options.accumulate * options.batch * (parts.sequence - 1)
 
@@ -191,7 +192,7 @@ class _Run:
         if self._log is not None:
             self._engine.flush()  # lines beside a store without a generation would count as another run's
             self._log.begin()
-            self._engine.before_commit(self._log.sync)
+            self._engine.before_commit(partial(self._unless_full, self._log.sync))
         self._engine.on_step(self._step_ended)
         options = self._options
         kept = options.why_nothing_is_kept or "the store holds the last committed step: go on with --resume auto"
@@ -223,9 +224,9 @@ class _Run:
     def _end(self, log: StepLog) -> None:
         try:
             log.write_rest()
+            log.sync()  # without commits nothing else syncs it
         except StorageFull as error:
             self._reporter.say(f"note: {error}; it lacks the last lines")
-        log.sync()  # without commits nothing else syncs it
 
     def _loop(self, last: int) -> None:
         every = self._options.snapshot_every
@@ -344,18 +345,16 @@ class _Run:
         """Called inside every step, before its commit: takes the loss, and writes the step's line."""
         self._loss = self._mean_of_all(report.loss)
         if self._log is not None:
-            self._write(self._log, step_record(report, self._loss, self._tokens_per_step))
+            self._unless_full(partial(self._log.append, step_record(report, self._loss, self._tokens_per_step)))
 
-    def _write(self, log: StepLog, line: dict[str, Any]) -> None:
-        """Writes a line of --json; a full disk is no reason to stop."""
+    def _unless_full(self, write: Callable[[], None]) -> None:
+        """Writes or syncs lines of --json; a full disk, which is told once, is no reason to stop."""
         try:
-            log.append(line)
+            write()
         except StorageFull as error:
-            if not self._lines_wait:
+            if not self._is_full_told:
+                self._is_full_told = True
                 self._reporter.say(f"note: {error}; training goes on, and lines are written when there is room")
-            self._lines_wait = True
-        else:
-            self._lines_wait = False
 
     def _held_out_loss(self) -> float | None:
         """The mean loss on held-out text; None without text or samples, or if a signal comes meanwhile."""
