@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
 from pathlib import Path
 from typing import IO
 
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tierstore.apps import data
 from tierstore.apps.data import Batches, Corpus, Windows, held_out_batches, read_corpus
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StorageError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
 CORPUS = Corpus(TEXT, TEXT[:300], "noise", "1")
@@ -157,6 +159,32 @@ def test_other_data_are_noted() -> None:
 def test_a_batch_larger_than_the_text_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="--batch 100000000000 samples of 16 bytes are more than the training text"):
         _batches(batch=10**11)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (EOFError(), "EOFError"),
+        (ConnectionResetError(104, "Connection reset by peer"), "[Errno 104] Connection reset by peer"),
+        (RuntimeError("Caught RuntimeError in worker 0.\nTraceback:\nRuntimeError: no shm"), "RuntimeError: no shm"),
+    ],
+)
+def test_a_worker_that_ends_is_told_by_the_next_batch_and_nowhere_else(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loader:
+        def __iter__(self) -> Loader:
+            signal.signal(signal.SIGCHLD, lambda *_: pytest.fail("in the middle of a step"))  # as torch does
+            return self
+
+        def __next__(self) -> torch.Tensor:
+            signal.raise_signal(signal.SIGCHLD)
+            raise error
+
+    batches = _batches(workers=1)
+    monkeypatch.setattr(batches, "_loader", Loader)
+    with pytest.raises(StorageError, match=rf"^a process of --workers ended: {re.escape(said)}; .* --resume auto$"):
+        batches.next()
 
 
 def test_the_position_counts_what_was_handed_out_not_what_workers_prefetched() -> None:

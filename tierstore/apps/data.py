@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tierstore.apps.stopping import STOPS
 from tierstore.config import format_size
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StorageError
 
 STANDARD_LIBRARY_CAP_BYTES = 8 * 2**20
 DIRECTORY_CAP_BYTES = 256 * 2**20
@@ -232,10 +232,26 @@ class Batches:
         return self._position
 
     def next(self) -> torch.Tensor:
-        """This rank's part of the next micro-batch. Shapes: int64 [batch / ranks, length]."""
+        """This rank's part of the next micro-batch. Shapes: int64 [batch / ranks, length].
+
+        Raises:
+            StorageError: a worker process has ended.
+        """
         if self._iterator is None:
+            usual = signal.getsignal(signal.SIGCHLD)
             self._iterator = iter(self._loader())
-        batch = next(self._iterator)
+            if signal.getsignal(signal.SIGCHLD) != usual:
+                signal.signal(signal.SIGCHLD, usual)  # torch's handler raises wherever a step is; `next` notices, too
+        try:
+            batch = next(self._iterator)
+        except (EOFError, OSError, RuntimeError) as error:
+            if not self._workers:
+                raise
+            what = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+            raise StorageError(
+                f"a process of --workers ended: {what}; the system ends one if memory, or /dev/shm, is full: make room "
+                "or give fewer --workers; a store goes on with --resume auto"
+            ) from error
         self._position += self._batch
         return batch
 
