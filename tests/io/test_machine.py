@@ -96,3 +96,25 @@ def test_what_is_not_free_now_is_told() -> None:
     told = shortage([claim_memory(half), claim_memory(2**30)])
     assert told is not None
     assert told.startswith("467 GiB of CPU memory will be taken, and 466 GiB are free now")
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "prefix", "own"),
+    [
+        ("a/memory.max", "memory.current", "", OWN),
+        ("memory/a/memory.limit_in_bytes", "memory.usage_in_bytes", "total_", OWN_OF_VERSION_1),
+    ],
+)
+def test_what_others_in_a_control_group_use_is_not_free(
+    name: str, used: str, prefix: str, own: str, groups: Path
+) -> None:
+    limit(groups / name, "1000", own)
+    assert shortage([claim_memory(1000)]) is None  # it tells nothing of its use
+    folder = (groups / name).parent
+    (folder / used).write_text("700\n")
+    (folder / "memory.stat").write_text(f"{prefix}active_file 100\n{prefix}inactive_file 200\nanon 400\n")
+    assert shortage([claim_memory(500), claim_memory(150, given_back_bytes=50)]) is None
+    elsewhere = MemoryClaim({boot_id(): MACHINE_BYTES}, 1000, 0)
+    told = shortage([claim_memory(601), elsewhere])
+    assert told is not None
+    assert told.startswith("601 B of CPU memory will be taken, and 600 B are free now")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,11 @@ from tierstore.errors import BudgetError
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_USE = {
+    "memory.max": ("memory.current", "active_file", "inactive_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
+}
+"""By the file of a control group's limit: the file of what it uses, and what `memory.stat` calls its page cache."""
 
 
 class MemoryClaim(NamedTuple):
@@ -45,12 +50,23 @@ def boot_id() -> str:
 def memory_limits() -> dict[str, int]:
     """Memory limits in bytes: first that of the machine, then those of this process's control groups. The names are the
     same in all processes."""
-    machine = boot_id()
-    limits = {machine: psutil.virtual_memory().total}
+    return {boot_id(): psutil.virtual_memory().total, **_of_groups(lambda file, limit_bytes: limit_bytes)}
+
+
+def _of_groups(figure: Callable[[Path, int], int]) -> dict[str, int]:
+    """A figure of each limited control group of this process, from the file of its limit and the limit in bytes."""
+    figures = {}
     for file in _group_limits():
         with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
-            limits[f"{machine} {file.parent.stat().st_ino}"] = int(file.read_text())
-    return limits
+            figures[f"{boot_id()} {file.parent.stat().st_ino}"] = figure(file, int(file.read_text()))
+    return figures
+
+
+def _free_bytes(file: Path, limit_bytes: int) -> int:
+    """What a control group does not use, or uses for the page cache, which it gives up first."""
+    counts = dict(line.split() for line in (file.parent / "memory.stat").read_text().splitlines())
+    used, *cached = _USE[file.name]
+    return limit_bytes - int((file.parent / used).read_text()) + sum(int(counts.get(name, 0)) for name in cached)
 
 
 def _group_limits() -> Iterator[Path]:
@@ -93,13 +109,14 @@ def refuse_impossible(claims: Sequence[MemoryClaim], what: str) -> None:
 
 
 def shortage(claims: Sequence[MemoryClaim]) -> str | None:
-    """A warning if this machine has no room now for the claims of its processes; otherwise None."""
-    machine, free_bytes = boot_id(), psutil.virtual_memory().available
-    here = [claim for claim in claims if machine in claim.limits]
-    wanted_bytes = sum(claim.nbytes - claim.given_back_bytes for claim in here)
-    if wanted_bytes <= free_bytes:
-        return None
-    return (
-        f"{format_size(wanted_bytes)} of CPU memory will be taken, and {format_size(free_bytes)} are free now: the "
-        "system ends a process when there is no more; give a smaller budget, or end what else takes memory"
-    )
+    """A warning if this machine, or a control group of this process, has no room now for the claims of its processes;
+    otherwise None."""
+    free = {boot_id(): psutil.virtual_memory().available, **_of_groups(_free_bytes)}
+    for name, free_bytes in free.items():
+        wanted_bytes = sum(claim.nbytes - claim.given_back_bytes for claim in claims if name in claim.limits)
+        if wanted_bytes > free_bytes:
+            return (
+                f"{format_size(wanted_bytes)} of CPU memory will be taken, and {format_size(free_bytes)} are free now: "
+                "the system ends a process when there is no more; give a smaller budget, or end what else takes memory"
+            )
+    return None
