@@ -63,6 +63,11 @@ def test_who_may_read_a_file_stays_as_it_was(tmp_path: Path) -> None:
     assert (path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777) == ("four rounds", 0o640)
 
 
+def test_a_name_that_is_not_utf_8_can_be_a_part_of_the_text(tmp_path: Path) -> None:
+    write_text(tmp_path / "rounds.md", os.fsdecode(b"bench --nvme disk-\xff"), "--markdown")
+    assert (tmp_path / "rounds.md").read_text(encoding="utf-8") == "bench --nvme disk-\\udcff"
+
+
 def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(file)

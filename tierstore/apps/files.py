@@ -47,6 +47,6 @@ def write_text(path: Path, text: str, option: str) -> None:
     """
     try:
         with whole_file(path) as file:
-            file.write(text.encode())
+            file.write(text.encode(errors="backslashreplace"))  # names of files may be any bytes
     except OSError as error:
         raise StorageError(f"cannot write {option} {path}: {error.strerror}") from error
