@@ -117,6 +117,14 @@ def test_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
+def test_a_system_that_does_not_tell_of_huge_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_HUGE_PAGES", Path("x" * 256))  # an error, as where /sys cannot be read
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is restored afterwards
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    heap.ask_for_huge_pages()
+    assert "THP_MEM_ALLOC_ENABLE" not in os.environ
+
+
 def test_ranks_ask_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks make tensors when they meet, and torch reads the variable only once."""
     found: list[str | None] = []
