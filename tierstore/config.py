@@ -262,7 +262,7 @@ class TierConfig(_Model):
             with several passes gradients get CPU memory first. A vertical step has one pass.
         state_on_gpu: whether optimizer state and its gradients may live in `gpu_memory` beside all weights, and be
             updated there. None: yes on a GPU where Triton works. Not with several ranks, nor under update="delayed".
-        timeout_s: deadline of every wait.
+        timeout_s: a wait is given up when nothing has moved for so long.
     """
 
     device: str = "cpu"

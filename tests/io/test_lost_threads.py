@@ -16,6 +16,7 @@ from faults import HANG, FaultyBackend
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io.files import replace_file
 from tierstore.io.runtime import Runtime
+from tierstore.io.watch import Watch
 from tierstore.io.workers import Priority, WorkerPool
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -149,7 +150,7 @@ def test_a_lost_loop_that_nobody_waited_for_is_told_by_close() -> None:
 
 
 def test_a_deadline_tells_what_a_partial_calls() -> None:
-    with Runtime("test") as runtime, pytest.raises(Timeout, match=r"^forever did not end .*\n  task forever: "):
+    with Runtime("test") as runtime, pytest.raises(Timeout, match=r"^forever did not end: .*\n  task forever: "):
         runtime.call(functools.partial(forever), timeout_s=0.01)
 
 
@@ -167,11 +168,10 @@ def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> No
         is_hanging.set()
         assert backend.goes_on.wait(30)
 
-    with Runtime("test") as runtime:
-        for description in (pool.in_flight, backend.in_flight):
-            runtime.describe(description)
+    with Runtime("test", backend=backend) as runtime:
+        runtime.describe(pool.in_flight)
 
-        def ends_within(limit_s: float, call: object) -> bool:
+        def ends_within(watch: Watch, call: object) -> bool:
             return not (backend.is_hung.wait(30) and is_hanging.wait(30))
 
         runtime._ends_within = ends_within  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import subprocess
 import sys
 import threading
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from tierstore.errors import ClosedError, Timeout
+from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
+from tierstore.io.watch import Watch
 
 
 async def double(number: int) -> int:
@@ -124,13 +127,29 @@ def test_timeout_says_what_was_in_flight(runtime: Runtime) -> None:
     with pytest.raises(Timeout) as caught:
         runtime.call(outer, timeout_s=0.5)
     text = str(caught.value)
-    assert "outer did not end within 0.5 s" in text
+    assert "outer did not end: nothing has moved for 0.5 s; in flight:" in text
     assert "forever (test_runtime.py" in text
     assert "inner (test_runtime.py" in text
     assert "task prefetch of h.3: forever" in text
     assert "loop thread: " in text
     assert "read_chunk (demand)" in text
     runtime.call(_cancel, "prefetch of h.3")
+
+
+def test_a_call_lasts_as_long_as_its_disk_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, looks, has_looked = Backend(), itertools.count(1), threading.Event()
+
+    def begin(watch: Watch) -> Callable[[], bool]:
+        def is_over() -> bool:
+            if next(looks) == 30:
+                has_looked.set()
+            return watch._backend is not disk
+
+        return is_over
+
+    monkeypatch.setattr(Watch, "begin", begin)
+    with Runtime("test", 0.01, disk) as runtime:
+        assert runtime.call(asyncio.to_thread, has_looked.wait, 30)
 
 
 async def _cancel(name: str) -> None:

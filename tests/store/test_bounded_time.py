@@ -60,7 +60,7 @@ def test_a_call_that_never_returns_is_named_with_its_file(
     shutil.copytree(begun, tmp_path / "run")
     disk = FaultyBackend(HANG, at=10**9, kinds=(kind,))
 
-    def ends_within(self: Runtime, limit_s: float, call: Any) -> bool:
+    def ends_within(self: Runtime, watch: Watch, call: Any) -> bool:
         """No deadline passes before the disk hangs; then every deadline soon does."""
         while not call.waiting.acquire(timeout=0.02):
             if disk.is_hung.is_set() and not disk.goes_on.is_set():
@@ -128,13 +128,31 @@ def test_a_flush_that_came_too_late_can_be_repeated(
         run.step()
         disk.at = disk.counted
         with monkeypatch.context() as patch:
-            patch.setattr(Runtime, "_ends_within", lambda self, limit_s, call: not disk.is_hung.wait(20))
+            patch.setattr(Runtime, "_ends_within", lambda self, watch, call: not disk.is_hung.wait(20))
             with pytest.raises(Timeout, match="flush did not end"):
                 run.engine.flush()
         disk.goes_on.set()
         run.engine.flush()
         run.until(STEPS)
         expected[STEPS].check_equal(State.of(run))
+
+
+def test_a_close_that_came_too_late_can_be_repeated(
+    begun: Path, expected: list[State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was on its way to the disk still gets there."""
+    shutil.copytree(begun, tmp_path / "run")
+    disk = FaultyBackend(HANG, at=10**9, kinds=("pwrite",))
+    run = open_run(WAY, tmp_path / "run", disk, timeout_s=0.5, commit_every=50)
+    run.until(STEPS)
+    disk.at = disk.counted
+    with monkeypatch.context() as patch:
+        patch.setattr(Runtime, "_ends_within", lambda self, watch, call: not disk.is_hung.wait(20))
+        with pytest.raises(Timeout, match="flush did not end"):
+            run.engine.close()
+    disk.goes_on.set()
+    run.engine.close()
+    assert check_resumes(WAY, tmp_path / "run", expected) == STEPS
 
 
 def end(thread: threading.Thread) -> None:

@@ -16,6 +16,7 @@ from runs import next_token_loss
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
+from tierstore.io.watch import Watch
 from tierstore.store import snapshots
 from tierstore.store.lock import StoreLock
 from tierstore.store.removal import look as look_at
@@ -91,10 +92,10 @@ def interrupt(run: Run, function: str, patch: pytest.MonkeyPatch) -> None:
     runtime = run.engine._parts.runtime
     ends = runtime._ends_within
 
-    def waits(limit_s: float, call: Any) -> bool:
+    def waits(watch: Watch, call: Any) -> bool:
         if call.function.__name__ == function:
             raise KeyboardInterrupt
-        return ends(limit_s, call)
+        return ends(watch, call)
 
     patch.setattr(runtime, "_ends_within", waits)
 

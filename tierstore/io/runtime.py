@@ -1,6 +1,6 @@
 """The one border between blocking and asynchronous code: an event loop in a thread of its own.
 
-Scope: calls from other threads, owned tasks, errors that nobody waited for, deadlines, closing.
+Scope: calls from other threads, owned tasks, errors that nobody waited for, giving up waits, closing.
 Not here: worker threads (see `io/workers.py`); what the tasks do (see `store/`).
 Owner: the runtime owns its thread, its loop, and each task started through it.
 """
@@ -18,11 +18,13 @@ from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io import slices, stacks
+from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.fork import ForkAware
 from tierstore.io.loop import Loop
 from tierstore.io.tasks import raise_first
 from tierstore.io.threads import WaitedThread
+from tierstore.io.watch import Watch
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -58,10 +60,11 @@ class Runtime(ForkAware):
     """An event loop in a daemon thread, entered by `call` and `post`.
 
     Args:
-        timeout_s: deadline of each wait that names none.
+        timeout_s: for each wait that names none, the longest time in which nothing may move.
+        backend: its system calls show that something moves; None: a wait may take no longer than that.
     """
 
-    def __init__(self, name: str = "tierstore", timeout_s: float = 300.0) -> None:
+    def __init__(self, name: str = "tierstore", timeout_s: float = 300.0, backend: Backend | None = None) -> None:
         super().__init__()
         self.name = name
         self.timeout_s = timeout_s
@@ -74,7 +77,8 @@ class Runtime(ForkAware):
         self._calls: set[_Call[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failures: deque[BaseException] = deque()
-        self._descriptions: list[Callable[[], list[str]]] = []
+        self._backend = backend or Backend()
+        self._descriptions: list[Callable[[], list[str]]] = [self._backend.in_flight]
         self._with_next: deque[Callable[[], object]] = deque()
         self._crosses = threading.RLock()  # no thread may overtake what another one takes from `_with_next`
 
@@ -133,7 +137,7 @@ class Runtime(ForkAware):
         Threads: any but the loop's.
 
         Raises:
-            Timeout: the coroutine did not end in time; it was cancelled, and an error that it raises then is kept.
+            Timeout: nothing moves any more; the coroutine was cancelled, and an error that it raises then is kept.
             ClosedError: the runtime is not running, was closed meanwhile, or lost its loop thread.
             BaseException: a kept failure (then nothing was started), or whatever the coroutine raised.
         """
@@ -143,11 +147,11 @@ class Runtime(ForkAware):
             self.raise_failure()
         call = _Call(function, args)
         self._calls.add(call)
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        watch = Watch(self._backend, self.timeout_s if timeout_s is None else timeout_s)
         try:
             self._to_loop(self._begin, call)
-            if not self._ends_within(limit_s, call):
-                raise self._timeout(f"{stacks.named(function)} did not end within {limit_s} s")
+            if not self._ends_within(watch, call):
+                raise watch.timeout(f"{stacks.named(function)} did not end", self.in_flight())
         except BaseException:  # KeyboardInterrupt too: nobody waits any more
             with contextlib.suppress(ClosedError):
                 self._to_loop(self._abandon, call)
@@ -159,8 +163,13 @@ class Runtime(ForkAware):
             raise call.error
         return cast(T, call.result)
 
-    def _ends_within(self, limit_s: float, call: _Call[Any]) -> bool:
-        return call.waiting.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX))
+    def _ends_within(self, watch: Watch, call: _Call[Any]) -> bool:
+        """Whether a call ends before its watch gives up."""
+        is_over = watch.begin()
+        while not call.waiting.acquire(timeout=min(watch.interval_s, threading.TIMEOUT_MAX)):
+            if is_over():
+                return False
+        return True
 
     def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Makes the loop call `function` soon; an error of it is kept, and the next `call` raises it. Any thread."""
@@ -236,7 +245,8 @@ class Runtime(ForkAware):
             self._to_loop(self._begin_closing)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not self._thread.ends_within(limit_s):
-            raise self._timeout(f"runtime {self.name!r} did not close within {limit_s} s")
+            told = f"runtime {self.name!r} did not close within {limit_s} s; in flight:"
+            raise Timeout("\n  ".join([told, *self.in_flight()]))
         self._is_over = True
         with self._closes:
             self._loop.close()
@@ -278,9 +288,6 @@ class Runtime(ForkAware):
 
     def _closed(self) -> ClosedError:
         return ClosedError(f"runtime {self.name!r} is closed" if self._lost is None else str(self._lost))
-
-    def _timeout(self, what: str) -> Timeout:
-        return Timeout("\n  ".join([f"{what}; in flight:", *self.in_flight()]))
 
     def _refuse_loop_thread(self, verb: str) -> None:
         if threading.current_thread() is self._thread:  # not by identifier: that of an ended thread is used again

@@ -1,7 +1,7 @@
 """Slow or stuck: when to give up work that may take hours, on a disk that has to answer.
 
 Scope: ending a wait because nothing moves; blocking work that is given up then.
-Not here: the work; deadlines of calls to a loop (`runtime.py`); coroutines of a store (`store/owner.py`).
+Not here: the work; calls to a loop (`runtime.py`); coroutines of a store (`store/owner.py`).
 Owner: an `Attended` owns its thread.
 
 [Note: a standstill] The work as a whole has no deadline: 100 GB take a slow disk hours. Its steps have one: nothing

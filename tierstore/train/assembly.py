@@ -18,12 +18,13 @@ from tierstore.caller import warn_caller
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.cores import own_cores, update_threads
 from tierstore.device.streams import ComputeDevice, Mark, open_device
-from tierstore.errors import BudgetError, ConfigError, MachineWarning
+from tierstore.errors import BudgetError, ConfigError, MachineWarning, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.directories import warn_of_memory
 from tierstore.io.machine import boot_id, claim_memory, refuse_impossible, shortage
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
+from tierstore.io.tasks import raise_first
 from tierstore.kernels import warm_up
 from tierstore.plan.placement import Placement, Request
 from tierstore.plan.schedules import settled
@@ -103,8 +104,10 @@ class Assembly:
 
         Raises:
             TierstoreError: the first failure met on the way, after everything was given back.
+            Timeout: nothing moves any more; what is running goes on, and is waited for when this is called again.
         """
-        self._try_all(
+        failures: list[BaseException | None] = []
+        for step in (
             self.runtime.raise_failure,
             self.driver.give_up,
             finish,
@@ -113,14 +116,19 @@ class Assembly:
             self.access.settle,
             self.hooks.remove,
             self.collector.remove,
-        )
+        ):
+            failures.append(_failure_of(step))
+            if isinstance(failures[-1], Timeout):  # to close the loop would cancel the commit
+                raise_first(filter(None, reversed(failures)))
+        self.go_on_closing(failures)
 
-    def go_on_closing(self) -> None:
-        """Go on with a `close` that ended in a timeout."""
-        self._try_all()
+    def go_on_closing(self, met: Iterable[BaseException | None] = ()) -> None:
+        """The end of `close`, which may itself end in a timeout, and is then repeated.
 
-    def _try_all(self, *first: Callable[[], object]) -> None:
-        failures = [_failure_of(step) for step in first]
+        Args:
+            met: failures on the way here.
+        """
+        failures = [*met]
         for step in (self.runtime.close, self._end_threads, self.store.release):
             failures.append(_failure_of(step, tries=2))
             if not self.runtime.has_ended:
@@ -159,8 +167,7 @@ def assemble(
     Raises:
         TierstoreError: something failed; what was begun is taken down again.
     """
-    runtime = Runtime(timeout_s=tiers.timeout_s)
-    runtime.describe(backend.in_flight)
+    runtime = Runtime(timeout_s=tiers.timeout_s, backend=backend)
     store: TrainingStore | None = None
     lock: StoreLock | None = None
     replaced: list[Pair] = []
