@@ -1091,7 +1091,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     # Work that an exception interrupts.
     Mutation(
-        "a round that nobody knows of is taken back", "train/rounds.py RoundDriver.begin", "self._round = None",
+        "a round that nobody knows of is taken back", "train/rounds.py RoundDriver._begin_round", "self._round = None",
         f"{BROKEN_OFF}::test_is_no_matter_while_the_round_begins",
     ),
     Mutation(

@@ -274,13 +274,14 @@ def test_only_what_is_committed_is_kept(tmp_path: Path) -> None:
     with opened(WAYS["rarely committed"], tmp_path) as run:
         run.until(2)
         run.engine.snapshot("second")
-        run.step()
-        next_token_loss(run.engine, run.position.next())
-        with pytest.raises(ConfigError, match="would be of step 2, which is committed, and not of step 3"):
-            run.engine.snapshot("third")
         run.engine.on_step(keep)
         run.until(4)
     assert told
+    with opened(Way("backward", commit_every=2), tmp_path / "backward") as run:
+        run.until(3)
+        run.engine.backward(next_token_loss(run.engine, run.position.next()))
+        with pytest.raises(ConfigError, match="would be of step 2, which is committed, and not of step 3"):
+            run.engine.snapshot("third")
 
 
 def test_it_takes_the_room_of_one_generation(tmp_path: Path) -> None:

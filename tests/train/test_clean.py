@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import torch
 from exits import WAYS as EXIT_WAYS
 from faults import EIO, FaultyBackend
 from resuming import DISK, MEMORY, Run, State, Way, check_resumes, expected_states, open_run, opened
+from runs import next_token_loss
 from torch import nn
 
 from tierstore.errors import ClosedError, ConfigError, StorageError, StoreLocked, TierstoreError, Timeout
@@ -100,9 +102,17 @@ class TestClose:
         with opened(way, tmp_path) as again:
             assert again.engine.step_count == begun(way)  # also a step that was not due for a commit
 
+    @pytest.mark.parametrize("update", ["forward", "backward", "delayed"])
+    def test_commits_the_last_step_although_a_forward_has_begun_the_next(self, update: str, tmp_path: Path) -> None:
+        way = Way(update, cpu_memory=DISK, commit_every=50)
+        with opened(way, tmp_path) as run:
+            run.until(2)
+            next_token_loss(run.engine, run.position.next())
+        assert check_resumes(way, tmp_path, states_of(way, 3)) == 2
+
     @pytest.mark.parametrize("name", ["embedding", "head"])
     def test_in_the_middle_of_backward_leaves_a_whole_step(self, name: str, tmp_path: Path) -> None:
-        """As a signal handler may: the last step waits for its commit, and backward updates weights already."""
+        """As a signal handler may: the last step waits for its commit, which it gets unless updates have begun."""
 
         def end(_: object) -> None:
             run.engine.close()
@@ -115,7 +125,7 @@ class TestClose:
         parameters[0 if name == "embedding" else -1].register_post_accumulate_grad_hook(end)
         with pytest.raises(SystemExit):
             run.step()
-        assert check_resumes(way, tmp_path, states_of(way, 4)) == 0
+        assert check_resumes(way, tmp_path, states_of(way, 4)) == (0 if name == "embedding" else 2)
 
     def test_at_exit_of_a_thread_that_trains_publishes_no_step_that_it_moves_past(self, tmp_path: Path) -> None:
         """A daemon thread is in the middle of its step: its backward may begin at any moment."""
@@ -299,6 +309,47 @@ class TestClose:
             gc.collect()
             assert left
             assert not any(output() is not None for output in left)
+
+
+class TestFlush:
+    @pytest.mark.parametrize("update", ["step", "forward", "backward", "delayed"])
+    def test_commits_the_last_step_in_the_middle_of_the_next_and_changes_nothing(
+        self, update: str, tmp_path: Path
+    ) -> None:
+        way = Way(update, cpu_memory=DISK, commit_every=50)
+
+        def train(folder: Path, flush: Callable[[Run], None]) -> State:
+            with opened(way, folder) as run:
+                for place in range(3):
+                    run.step()
+                    for micro_batch in range(2):
+                        loss = next_token_loss(run.engine, run.position.next())
+                        if place == micro_batch == 0:
+                            flush(run)
+                        with run.engine.no_sync() if micro_batch == 0 else contextlib.nullcontext():
+                            run.engine.backward(loss)
+                        if place == micro_batch + 1:
+                            flush(run)
+                    run.engine.step()
+                return State.of(run)
+
+        committed = []
+
+        def flush(run: Run) -> None:
+            before = run.engine.statistics()["generation"]
+            if len(committed) == 2 and update == "backward":
+                with pytest.raises(ConfigError, match=r"^flush\(\) cannot commit step 5 any more: updates of the next"):
+                    run.engine.flush()
+                return
+            run.engine.flush()
+            committed.append(run.engine.statistics()["generation"] - before)
+            if len(committed) == 1:
+                shutil.copytree(tmp_path / "flushed", tmp_path / "copied")
+
+        whole = train(tmp_path / "whole", lambda run: None)
+        whole.check_equal(train(tmp_path / "flushed", flush))
+        assert committed == [1] * (2 if update == "backward" else 3)
+        assert check_resumes(way, tmp_path / "copied", states_of(way, 3)) == 1
 
 
 class StuckDisk(Backend):

@@ -284,9 +284,18 @@ class Engine:
         """Commit the last step if it is not committed, and wait until everything is at rest.
 
         A step that a callback of `on_step` has failed is committed with the next one, and not here.
+
+        Raises:
+            ConfigError: not every step is committed, the last one is not, and updates of the next one have begun.
         """
         self._order.refuse_closed()
         self._generations.flush()
+        if self._generations.waits:
+            raise ConfigError(
+                f"flush() cannot commit step {self.step_count} any more: updates of the next one have begun, because "
+                f"update={self._parts.driver.schedule.value!r} (given, or what 'auto' chose) applies gradients as they "
+                "arrive; call it before engine.backward(), or make the engine with update='forward'"
+            )
 
     @in_turn
     def snapshot(self, name: str) -> tuple[Path, ...]:
@@ -302,7 +311,7 @@ class Engine:
             Its directories, to be given as `TierConfig(nvme=...)`; it opens once it is copied.
         Raises:
             ConfigError: this is not a name, or a snapshot has it, or there is no store that keeps generations; or this
-                step is not committed, as in a callback of `on_step`, or after the next forward if not every step is.
+                step is not committed, as in a callback of `on_step`, or after the next backward if not every step is.
             StorageError: the system refused, for example for lack of disk space; nothing is left of the snapshot.
         """
         parts = self._open_parts()
@@ -370,7 +379,7 @@ class Engine:
             kept = set(filter(self._order.is_modified, groups))  # by a block around this one
             if modify:
                 self._generations.leave_newer()
-            self.flush()
+            self._generations.flush()
             break_off = partial(self._order.break_off, what="a change of weights", keeps_weights=True)
             block.enter_context(whole.gathered(parts, groups, kept, break_off))
             block.enter_context(self._order.gathering(groups if modify else ()))
@@ -379,7 +388,8 @@ class Engine:
             if modify:
                 self._order.refuse_broken()  # by a block within this one
                 self._order.refuse_within_step("gathered(modify=True)")
-                self.flush()  # what a block within this one has changed is committed before its place is written again
+                # What a block within this one has changed is committed before its place is written again.
+                self._generations.flush()
                 whole.take_back(parts, groups, kept)
                 with self._order.unbroken("a change of weights"):
                     whole.keep_changes(parts, groups)
@@ -422,7 +432,7 @@ class Engine:
         self._order.refuse_after_backward("state_dict()")
         parts = self._open_parts()
         parts.groups.refuse_newcomers(parts.model)
-        self.flush()
+        self._generations.flush()
         return whole.state_dict(parts)
 
     @in_turn
@@ -441,7 +451,7 @@ class Engine:
         parts = self._open_parts()
         parts.partition.all_succeed("a change of weights", partial(whole.check_state_dict, parts, state_dict))
         self._generations.leave_newer()
-        self.flush()
+        self._generations.flush()
         with self._order.unbroken("a change of weights"):
             whole.load_state_dict(parts, state_dict)
         self._commit_change()
@@ -458,7 +468,7 @@ class Engine:
             raise ConfigError(f"export() takes a directory, not {directory!r}")
         parts = self._open_parts()
         parts.groups.refuse_newcomers(parts.model)
-        self.flush()
+        self._generations.flush()
         whole.export(parts, at_home(Path(directory)))
 
     def statistics(self) -> dict[str, Any]:
@@ -497,10 +507,7 @@ class Engine:
             self._parts.go_on_closing()
             return
         atexit.unregister(self._at_exit)
-        driver = self._parts.driver
-        has_updated = self._order.has_final_backward or self._order.is_broken
-        has_moved = driver.schedule is UpdateSchedule.DELAYED or (driver.is_streaming and has_updated)
-        if (driver.has_begun and has_moved) or self._order.is_busy_elsewhere:
+        if self._parts.driver.has_decided or self._order.is_busy_elsewhere:
             self._generations.forget()  # the store has moved past that commit, into a step that nobody will finish
         self._parts.close(self._generations.finish)
 

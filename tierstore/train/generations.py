@@ -106,6 +106,11 @@ class Generations:
             self._published_step, self._has_published_since, self._waiting = self.step_count, True, None
             self._parts.driver.can_redo = True
 
+    @property
+    def waits(self) -> bool:
+        """Whether a commit waits to be published."""
+        return self._waiting is not None
+
     def flush(self) -> None:
         """Publish the commit that waits, and wait until everything is at rest."""
         self.finish()
@@ -121,7 +126,7 @@ class Generations:
         if self._published_step != self.step_count:
             raise ConfigError(
                 f"snapshot() would be of step {self._published_step}, which is committed, and not of step "
-                f"{self.step_count}: call it when step() has returned, and before the next forward"
+                f"{self.step_count}: call it when step() has returned, and before the next backward"
             )
         self._has_published_since = False
         directories = self._parts.runtime.call(self._parts.store.commits.snapshot, name).directories
@@ -152,9 +157,15 @@ class Generations:
         return self._has_published_since and self._parts.store.commits.kept is not None
 
     def finish(self) -> None:
-        """Publish the commit that waits, and wait for the snapshot in progress."""
+        """Publish the commit that waits, and wait for the snapshot in progress.
+
+        If updates of the next step have begun, that commit goes on waiting: the store has moved past it.
+        """
         self.publish()
         self.end_snapshot()
+        if self._waiting is not None:  # not earlier: the round in progress would overwrite what a snapshot copies
+            with self._parts.driver.paused():
+                self.publish()
 
     def forget(self) -> None:
         """The store is about to move past the commit that waits, which can then no longer be published: drop it."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from tierstore.config import UpdateSchedule
 from tierstore.device.streams import Mark, Reached
@@ -145,7 +146,8 @@ class RoundDriver:
         wanted = [group for group in dict.fromkeys(need) if group in trainable]
         self._has_decided = False
         self.is_streaming = from_device and knows_graph and not self._waits_for_step
-        round_ = Round(
+        self._make_round: Callable[[], Round] = partial(
+            Round,
             wanted,
             self._store.gradients[self.gradient_set],
             reads_weights=not (from_device or self._store.placement.weights_stay),
@@ -157,6 +159,10 @@ class RoundDriver:
             then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),  # under backward trips just pass through
         )
         self._runtime.raise_failure()  # from before: raised before anything begins
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        round_ = self._make_round()
         try:
             self._round = round_
             self._runtime.post(self._begin, round_)  # without waiting for what the loop still does for the last step
@@ -173,6 +179,28 @@ class RoundDriver:
         except BaseException as error:
             self._failed = (round_, error)  # first: taking back may fail, too
             self._take_back(round_)
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether the round in progress may have changed the state."""
+        return self.has_begun and self._has_decided
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In here no round is in progress, unless it has decided something: it is taken back, and begins anew after."""
+        if not self.has_begun or self._has_decided:
+            yield
+            return
+        try:
+            self._end_undecided()
+            yield
+        finally:
+            self._begin_round()
+
+    def _end_undecided(self) -> None:
+        if self._round is not None and not self._has_decided:
+            self._runtime.post(self._take_back, self._round)
+            self._round = None
 
     def check_begun(self) -> None:
         """Raise the error that kept the round in progress from beginning, if it is known; then no round has begun."""
@@ -267,5 +295,6 @@ class RoundDriver:
         return round_
 
     def give_up(self) -> None:
-        """No step will follow: release what was read ahead."""
+        """No step will follow: release what was read ahead. Gradients that a commit may hold stay."""
+        self._end_undecided()
         self.decide({})
