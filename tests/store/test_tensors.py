@@ -838,10 +838,13 @@ def test_resume(tmp_path: Path) -> None:
             assert store.names() == ["a"]
             assert store.generation == 0
         async with opened(tmp_path) as store:
-            assert store.names() == ["a"]
-            await store.put("b", block(2), tier=Tier.NVME)
+            assert store.names() == ["a", "b"]  # to look back costs nothing
+        async with opened(tmp_path, resume="previous") as store:
+            await store.put("b", block(4), tier=Tier.NVME)
             await store.commit()
+            assert store.generation == 1
             await store.put("c", block(3), tier=Tier.NVME)
+        assert set(named_files(tmp_path)) == set(pack_files(tmp_path))
         flip(tmp_path / "store", "b/0")
         with pytest.raises(ChecksumMismatch, match="chunk b/0"):
             async with opened(tmp_path, resume="previous"):
@@ -889,6 +892,9 @@ def test_the_generation_before_is_whole_whatever_changed_since(tmp_path: Path, c
             if change == "delete":
                 assert store.names() == ["a", "2"]
             assert await value_of(store, "2" if change == "delete" else "a") == 2
+        assert len(pack_files(tmp_path)) == kept
+        async with opened(tmp_path, resume="previous") as store:
+            await store.delete("a")
         assert len(pack_files(tmp_path)) == 2  # what no generation names any more is gone
 
     run(main())

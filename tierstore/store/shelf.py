@@ -7,8 +7,9 @@ Owner: the loop thread; workers make, sync and remove files.
 [Note: packs are immutable] A changed extent is written to a new pack, so a write cannot harm what is committed or what
 is current: a failed or cancelled write leaves a file that nothing names. A pack stays as long as one of the last two
 generations names it; a discarded pack that no generation names is removed at once. A crash leaves at most files that no
-manifest names, and the next open removes those. If the manifest of the generation before exists, but cannot be read at
-the moment, nobody knows which packs it names: then all files stay until the next generation is published.
+manifest names, and the next open removes those. If the generation before the last was opened, or if the manifest of the
+generation before exists, but cannot be read at the moment, so that nobody knows which packs it names, then all files
+stay until the next generation is published.
 """
 
 from __future__ import annotations
@@ -218,7 +219,9 @@ class Shelf:
         )
         """Turns to have a pack open. A load must not queue behind all packs of a commit, or behind all that are put."""
         self._old: list[Path] = []
-        """Files of packs that the generation before the opened one may need, and the opened one does not."""
+        """Files of packs that the generation before the opened one, or a newer one, may need, and the opened one does
+        not."""
+        self._has_newer = opened is not None and opened.number < directories.numbers[0]
         self._doomed: list[ExtentPack] = []
 
     @property
@@ -341,6 +344,9 @@ class Shelf:
         """
         if self._manifests is None:
             raise ConfigError("there is no store to commit to; give nvme a directory")
+        if self._has_newer:
+            await self._manifests.adopt(self.generation)
+            self._has_newer = False
         number, self._next_generation = self._next_generation, self._next_generation + 1
         records: dict[str, Sequence[ChunkRecord | None]] = {pack.kind: list(pack.slots.current) for pack in packs}
         self._records[number] = frozenset(records)
@@ -364,7 +370,7 @@ class Shelf:
     async def recover(
         self, generation: Generation | None, rows: Mapping[str, tuple[str, ExtentLayout]], *, verify: bool
     ) -> None:
-        """Take over the packs of an opened generation, make it the last one, and remove what a crash left.
+        """Take over the packs of an opened generation, and remove what a crash left; newer ones stay until a commit.
 
         Args:
             rows: by kind of pack, the name and layout of its extent.
@@ -383,14 +389,15 @@ class Shelf:
             async with self.opened(pack, Priority.DEMAND) as place:  # checks that the files are there, and their sizes
                 if verify:
                     await self._route.copy(pack.layout, place, Nowhere(), Priority.DEMAND)
-        await self._manifests.adopt(generation.number)
+        if not self._has_newer:
+            await self._manifests.adopt(generation.number)
         await self._workers.submit(Priority.DEMAND, self._directories.finish)
         before = await self._kinds_before(generation.number)
         found = await self._workers.submit(Priority.DEMAND, self._files)
         self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
         others = {path: kind for path, number in found.items() if (kind := f"put-{number}") not in rows}
-        self._old = [path for path, kind in others.items() if before is None or kind in before]
-        stale = [path for path, kind in others.items() if before is not None and kind not in before]
+        self._old = [path for path, kind in others.items() if self._has_newer or before is None or kind in before]
+        stale = [path for path in others if path not in self._old]
         await self._workers.submit(Priority.DEMAND, self.unlink, stale)
 
     async def _kinds_before(self, number: int) -> frozenset[str] | None:

@@ -124,7 +124,8 @@ class TensorStore:
 
         Args:
             resume: "auto" opens the last generation if there is one, "must" fails without one, "previous" opens the one
-                before it, after verifying every chunk of that, "never" refuses a store that has a generation.
+                before it, after verifying every chunk of that, and gives the last one up at the first commit of a
+                change; "never" refuses a store that has a generation.
             device: if None, the one that `tiers` names.
 
         Raises:
