@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import resuming
 import torch
-from resuming import Way, open_run, opened
+from resuming import State, Way, open_run, opened
+from runs import next_token_loss
 from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
@@ -96,6 +97,26 @@ def test_what_cannot_be_stored_is_said_by_the_step_that_meets_it(value: Any, sai
         run.step()
     with opened(WAY, tmp_path, registered={"mine": holder}) as run:
         assert run.engine.step_count == 3
+
+
+def test_another_global_generator_of_numpy_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    usual, said = np.random.get_bit_generator(), "numpy's global random generator is PCG64, whose state a store does"
+    with opened(WAY, tmp_path) as run:
+        run.until(1)
+        run.engine.backward(next_token_loss(run.engine, run.position.next()))
+        np.random.set_bit_generator(np.random.PCG64(1))
+        try:
+            with pytest.raises(ConfigError, match=said):
+                run.engine.step()
+            with pytest.raises(ConfigError, match=said):
+                open_run(WAY, tmp_path / "new")
+            assert not (tmp_path / "new").exists()
+        finally:
+            np.random.set_bit_generator(usual)
+        run.engine.step()
+        expected = State.of(run)
+    with opened(WAY, tmp_path) as run:
+        expected.check_equal(State.of(run))
 
 
 def test_what_cannot_be_stored_is_not_registered(tmp_path: Path) -> None:

@@ -48,7 +48,11 @@ def random_states(gpu: int | None = None) -> dict[str, Any]:
 
     Args:
         gpu: which of these the model is on; None if it is on none, or if it does not matter.
+
+    Raises:
+        ConfigError: as `check_generators`.
     """
+    check_generators()
     name, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -59,6 +63,21 @@ def random_states(gpu: int | None = None) -> dict[str, Any]:
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
         states["gpu"] = gpu
     return states
+
+
+def check_generators() -> None:
+    """Refuse a global generator of numpy that is not its usual one.
+
+    Raises:
+        ConfigError: a generation cannot hold its state.
+    """
+    name = np.random.get_state(legacy=False)["bit_generator"]
+    if name != "MT19937":
+        raise ConfigError(
+            f"numpy's global random generator is {name}, whose state a store does not hold: leave "
+            "np.random as it is, and draw from a numpy.random.Generator, which engine.register() makes part of a "
+            "generation with a state_dict of its own"
+        )
 
 
 def restore_random_states(states: Mapping[str, Any], gpu: int | None = None) -> None:
@@ -277,6 +296,8 @@ def check_storable(model: nn.Module, registered: Mapping[str, Stateful], schedul
     Raises:
         ConfigError: names one.
     """
+    if is_written:
+        check_generators()
     plain({name: value.state_dict() for name, value in registered.items()}, "registered")
     plain(extra_states(model), "extra state")
     if is_written and scheduler is not None:

@@ -94,6 +94,15 @@ class Generations:
         if self.step_count % self._parts.options.commit_every == 0:
             self.publish()
 
+    def check_generators(self) -> None:
+        """Refuse to make a step whose random states a generation could not hold.
+
+        Raises:
+            ConfigError: as `capture.check_generators`.
+        """
+        if self._parts.store.files.is_durable:
+            capture.check_generators()
+
     def commit_change(self) -> None:
         """Publish a change that was made between steps at once: a run that resumes would not make the change again."""
         self.commit(None)

@@ -227,6 +227,7 @@ class Steps:
         if not (parts.driver.has_begun and self._order.has_backward):
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
         parts.groups.refuse_gradients()
+        self._generations.check_generators()
         options = parts.stepper.options()
         late = [name for name, value in options.items() if value != self._applied_with[name]]
         if late and not parts.partition.is_shared:  # with other ranks later, when all know; here the step can go on
