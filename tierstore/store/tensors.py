@@ -58,6 +58,7 @@ class TierUsage:
         bytes: bytes of their tensors.
         share: their part of the bytes of all entries; the offloaded share is that of CPU and NVMe together.
         used_bytes: bytes of the budget in use: by homes, and on the device by copies too.
+        peak_bytes: the largest `used_bytes` since the store was opened; of NVMe, which has no budget, that of now.
         capacity_bytes: the budget; NVMe has none.
     """
 
@@ -289,7 +290,11 @@ class TensorStore:
         return name in self._entries
 
     def home(self, name: str) -> Tier:
-        """The tier where an entry lives."""
+        """The tier where an entry lives.
+
+        Raises:
+            KeyError: there is no such entry.
+        """
         self._owner.check()
         return self._find(name).home
 

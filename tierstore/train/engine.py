@@ -47,6 +47,9 @@ from tierstore.train.steps import Steps
 class Engine:
     """Trains a model whose state lives on GPU, CPU and NVMe tiers.
 
+    Call `torch.set_flush_denormal`, if at all, before the engine is made: its threads inherit the setting, and another
+    one in the thread that trains would give other results.
+
     Args:
         model: its parameters are fp32, bf16 or fp16, one dtype per block or mixed; on the meta device if `initialize`
             is given. The engine takes the model over: outside of forward its weights are read inside `gathered`.
@@ -77,6 +80,8 @@ class Engine:
 
     Raises:
         ConfigError, BudgetError, StoreLocked, StorageError, FormatError: nothing was changed on disk.
+        RankLost, Timeout: another rank, or the disk, does not answer; a store that was being made is begun anew by the
+            next start with resume="auto".
     """
 
     def __init__(
@@ -262,6 +267,9 @@ class Engine:
         """Call this inside every `step()`, before that step's commit is published.
 
         An error that it raises comes out of `step()`. The step is done by then, and is committed with the next one.
+
+        Raises:
+            ConfigError: this is not a function.
         """
         self._order.refuse_closed()
         expect(callable(callback), "what on_step calls", "a function of a report", callback)
@@ -274,6 +282,9 @@ class Engine:
         written and flushed. An error that it raises fails that commit, as an error of the store's disk would, and the
         generation before stays. It may not call the engine. Where nothing is committed (no `nvme`, durability="none")
         it is never called.
+
+        Raises:
+            ConfigError: this is not a function.
         """
         self._order.refuse_closed()
         expect(callable(callback), "what before_commit calls", "a function", callback)
@@ -332,7 +343,11 @@ class Engine:
         return self._parts.stepper.optimizer
 
     def fix_prefetch_depth(self, depth: int) -> None:
-        """Fetch this many groups ahead from now on, whatever is measured; 0 fetches on demand only."""
+        """Fetch this many groups ahead from now on, whatever is measured; 0 fetches on demand only.
+
+        Raises:
+            ConfigError: this is not a whole number from 0 on.
+        """
         self._order.refuse_closed()
         self._parts.depth.fix(depth)
 
@@ -400,6 +415,8 @@ class Engine:
     @in_turn
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
+
+        It is zero where none arrived: the parameter is frozen, or no loss depends on it.
 
         Shapes: as the parameter.
 

@@ -15,7 +15,9 @@ class StepReport:
     Attributes:
         step: 1 for the first.
         grad_norm: global norm of the gradients before clipping, without the loss scale; None if none arrived.
-        skipped: the gradients were not finite, so no weight was changed.
+        loss_scale: the factor of the losses in backward, as this step used it.
+        skipped: the gradients were not finite, and are not applied: no weight was changed, except under "delayed" by
+            the gradients of the step before.
         lr: of each parameter group, as this step used it.
         seconds: forward, backward, update (inside step()), wait (stalls on weights), total since the step before;
             forward passes under `no_grad` count nowhere. If the step waited for `Engine.snapshot`, also snapshot.
