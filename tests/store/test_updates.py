@@ -49,7 +49,7 @@ def pipeline(
     will_go: bool = False, is_owed: bool = False, all_in_memory: bool = False,
 ) -> UpdatePipeline:  # fmt: skip
     """A pipeline of one chunk with weights in CPU memory and, unless `all_in_memory`, state on the disk."""
-    state: Any = {(0, 0): np.zeros(40, np.uint8)} if all_in_memory else {}
+    state: Any = {(0, 0): SimpleNamespace(array=np.zeros(40, np.uint8))} if all_in_memory else {}
     nothing: Any = None
     leases: Any = SimpleNamespace(will_go=lambda round_, trip: will_go, is_owed=lambda round_: is_owed)
     groups: Any = [SimpleNamespace(first=0, size=4)]

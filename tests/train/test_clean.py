@@ -78,6 +78,13 @@ def half_with_each(values: Sequence[Any]) -> list[Any]:
     ]
 
 
+def arena_of(run: Run) -> weakref.ref[Any]:
+    """The mapping of an engine's arena, which goes with its last view."""
+    memory = run.engine._parts.store.arena._bytes
+    assert memory is not None
+    return weakref.ref(memory.base)
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
@@ -87,8 +94,10 @@ class TestClose:
     def test_leaves_the_store_and_nothing_else(self, way: Way, tmp_path: Path) -> None:
         run = open_run(way, tmp_path)
         run.until(begun(way))
+        mapping = arena_of(run)
         run.engine.close()
         run.engine.close()
+        assert mapping() is None
         packs = {f"{kind}.{slot}.safetensors" for kind in ("weights", "state") for slot in "ab"}
         if way.update == "delayed":
             packs |= {f"gradients{copy}.{slot}.safetensors" for copy in ("", "1") for slot in "ab"}
@@ -159,6 +168,8 @@ class TestClose:
         changes: dict[str, Any] = {} if nvme else {"nvme": []}
         with opened(Way(), tmp_path, durability="none", **changes) as run:
             run.until(2)
+            mapping = arena_of(run)
+        assert mapping() is None
         assert not names(tmp_path)
 
     def test_a_stuck_disk_keeps_the_store(self, tmp_path: Path) -> None:

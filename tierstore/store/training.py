@@ -125,8 +125,8 @@ class TrainingStore:
         leases = TripLeases(self._pools["update"], self._pools["gradients"])
         self.updates = UpdatePipeline(
             groups, placement, self.weights, (packs[0], packs[1]) if packs else None,
-            {key: lease.array for key, lease in self._resident[Kind.STATE].items()}, self.on_gpu,
-            leases, self._compute, device, self._marks, self._runtime.spawn, tracer,
+            self._resident[Kind.STATE], self.on_gpu, leases, self._compute, device, self._marks, self._runtime.spawn,
+            tracer,
         )  # fmt: skip
         self.at_rest = ChunksAtRest(
             groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self.on_gpu, self._compute,

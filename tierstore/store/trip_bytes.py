@@ -7,10 +7,10 @@ Owner: the loop thread; `run_adam` runs in a worker.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
-from tierstore.io.memory import Bytes
+from tierstore.io.memory import Bytes, Lease
 from tierstore.io.workers import Priority
 from tierstore.kernels.adam import Digests, update_with_digests
 from tierstore.kernels.adam import update as adam_update
@@ -27,7 +27,7 @@ class TripBytes:
     """The bytes of trips.
 
     Args:
-        resident_state: state chunks that live in CPU memory, by (group, chunk).
+        resident_state: leases of the state chunks that live in CPU memory, by (group, chunk).
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TripBytes:
         placement: Placement,
         weights: Weights,
         packs: tuple[SlotPack, SlotPack] | None,
-        resident_state: dict[tuple[int, int], Bytes],
+        resident_state: Mapping[tuple[int, int], Lease],
         on_gpu: StateOnGpu,
         index: ChunkIndex,
     ) -> None:
@@ -63,6 +63,11 @@ class TripBytes:
         )  # fmt: skip
         trip.unchecked[part] = not is_checked
 
+    def resident_state(self, group: int, chunk: int) -> Bytes | None:
+        """The chunk's state in CPU memory, if it lives there."""
+        lease = self._resident_state.get((group, chunk))
+        return lease.array if lease is not None else None
+
     def parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
         """Where the weights, the state and a spilled gradient of a trip are: resident, or parts of its lease."""
         group, chunk = trip.key
@@ -70,7 +75,7 @@ class TripBytes:
         parts: list[Bytes] = []
         for resident, nbytes in (
             (self._weights.resident(group, chunk), self._placement.weight_bytes(group, chunk)),
-            (self._resident_state.get(trip.key), self._placement.state_bytes(group, chunk)),
+            (self.resident_state(group, chunk), self._placement.state_bytes(group, chunk)),
         ):
             if resident is not None:
                 parts.append(resident)

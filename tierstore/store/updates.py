@@ -14,11 +14,11 @@ and the chunk's gradient is dropped, only when that write has ended. If a trip f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Mark, Reached
-from tierstore.io.memory import Bytes
+from tierstore.io.memory import Bytes, Lease
 from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import Digests
@@ -44,7 +44,7 @@ class UpdatePipeline:
     """Runs the trips of all rounds.
 
     Args:
-        resident_state: state chunks that live in CPU memory, by (group, chunk).
+        resident_state: leases of the state chunks that live in CPU memory, by (group, chunk).
         on_gpu: the state that lives on the GPU tier.
         leases: the memory of trips.
     """
@@ -55,7 +55,7 @@ class UpdatePipeline:
         placement: Placement,
         weights: Weights,
         packs: tuple[SlotPack, SlotPack] | None,
-        resident_state: dict[tuple[int, int], Bytes],
+        resident_state: Mapping[tuple[int, int], Lease],
         on_gpu: StateOnGpu,
         leases: TripLeases,
         workers: WorkerPool,
@@ -68,7 +68,6 @@ class UpdatePipeline:
         self._placement = placement
         self._weights = weights
         self._packs = packs
-        self._resident_state = resident_state
         self._on_gpu = on_gpu
         self._leases = leases
         self._workers = workers
@@ -405,7 +404,7 @@ class UpdatePipeline:
         known = self.dirty[group, chunk]
         if self._packs is None:
             return
-        index, state = self._index(group, chunk), self._resident_state.get((group, chunk))
+        index, state = self._index(group, chunk), self._bytes.resident_state(group, chunk)
         weights = self._weights.resident(group, chunk)
         writes = [self._on_gpu.save(group, chunk, self._packs[1], index)] if group in self._on_gpu else []
         if state is not None:
