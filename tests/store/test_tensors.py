@@ -7,6 +7,7 @@ import contextlib
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -1185,17 +1186,41 @@ def test_closing_waits_for_calls_of_other_tasks(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_closed_store_keeps_no_memory(tmp_path: Path) -> None:
+    """Although a variable holds it, as in a notebook."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            for name, tier in (("a", Tier.GPU), ("b", Tier.CPU), ("c", Tier.NVME)):
+                await store.put(name, block(1), tier=tier)
+                await value_of(store, name)
+            copies = [store._entries[name].copy for name in store.names()]
+            assert store._arena is not None
+            assert store._arena._bytes is not None
+            left: list[weakref.ref[Any]] = [weakref.ref(store._arena._bytes.base)]
+            left += [weakref.ref(copy.storage) for copy in copies if copy is not None]
+            del copies
+        assert len(left) == 4
+        assert [one() for one in left] == [None] * 4
+
+    run(main())
+
+
 def test_closing_under_an_acquire(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as store:
             await store.put("a", block(1), tier=Tier.NVME)
-            reader, writer = store.acquire("a"), store.acquire("a", modify=True)
-            tensors = await reader.__aenter__()
+            await store.put("b", block(2), tier=Tier.GPU)
+            readers, writer = [store.acquire("a"), store.acquire("b")], store.acquire("a", modify=True)
+            acquired = [await reader.__aenter__() for reader in readers]
             await writer.__aenter__()
-        assert tensors["w"].unique().tolist() == [1.0]
-        await reader.__aexit__(None, None, None)
+            at_home = store._entries["b"]
+        assert [tensors["w"].unique().tolist() for tensors in acquired] == [[1.0], [2.0]]
+        for reader in readers:
+            await reader.__aexit__(None, None, None)
         with pytest.raises(ClosedError):
             await writer.__aexit__(None, None, None)
+        assert at_home.pack is not None  # its user has changed nothing
 
     run(main())
 

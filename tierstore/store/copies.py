@@ -223,6 +223,12 @@ class DeviceTier:
         copy.loading = None
         self.disown(copy)
 
+    def release(self) -> None:
+        """Free the memory of all copies, when no job runs any more; a tensor that somebody kept stays readable."""
+        for copy in (*self._firm, *self._idle):
+            if copy.storage is not None:
+                self._forget(copy)
+
     def _drop(self, copy: DeviceCopy) -> None:
         self._idle.pop(copy, None)
         if copy.owner is not None:
@@ -248,6 +254,7 @@ class DeviceTier:
         # The storage is freed with its last reference, not resized to nothing: a tensor that somebody kept past the
         # release stays readable. No mark covers work on such a tensor (see `used`).
         copy.storage, copy.tensors = None, {}
+        copy.remember()  # a user who leaves after the store has closed has changed nothing
         self.budget.give(copy.nbytes)
         self._notify()
 

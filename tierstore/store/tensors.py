@@ -502,6 +502,7 @@ class TensorStore:
             raise
         self._entries = {}
         if self._arena is not None:
+            self._homes.gpu.release()
             for lease in self._arena.close():
                 lease.free()
             self._arena.close()
