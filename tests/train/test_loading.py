@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from tierstore.errors import ConfigError
 from tierstore.pack import tree
@@ -80,6 +80,27 @@ class Shuffling(Stream):
         super().load_state_dict(state)
 
 
+class Turning(Sampler[int]):
+    """Its state is the direction of the next pass."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.step = 1
+
+    def __iter__(self) -> Iterator[int]:
+        step, self.step = self.step, -self.step
+        return iter(range(self.count)[::step])
+
+    def __len__(self) -> int:
+        return self.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: [torch.tensor(float(index)) for index in range(7)],
     "stream": lambda: Stream(7),
@@ -92,6 +113,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "sampler with a generator": lambda: DataLoader(
         Numbers(14), batch_size=2, sampler=RandomSampler(Numbers(14), generator=torch.Generator().manual_seed(3))
     ),
+    "sampler with a state": lambda: DataLoader(Numbers(14), batch_size=2, sampler=Turning(14)),
     "noisy": lambda: DataLoader(Numbers(14, noisy=True), batch_size=2, shuffle=True),
     "iterable": lambda: DataLoader(Letters(), batch_size=2),
 }
@@ -130,6 +152,24 @@ def test_a_resumed_run_sees_what_the_killed_one_has_not(kind: str, killed_after:
     resumed.load_state_dict(stored(state["data"]))  # also after the engine was made, by engine.register()
     after, _ = trained(resumed, 20 - killed_after)
     assert before + after == expected
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("passes", [0, 1, 2])
+def test_a_run_resumed_between_passes(kind: str, passes: int) -> None:
+    """As where the last batches of a pass are stepped after its end."""
+    torch.manual_seed(1)
+    random.seed(1)
+    loader = PrefetchingLoader(LOADERS[kind]())
+    for _ in range(passes):
+        assert len(list(loader)) in (5, 7)
+    position, states = stored(loader.state_dict()), random_states()
+    expected, _ = trained(loader, 10)
+    resumed = PrefetchingLoader(LOADERS[kind]())
+    for _ in range(2):  # also after the engine was made, by engine.register()
+        resumed.load_state_dict(position)
+        restore_random_states(states)
+    assert trained(resumed, 10)[0] == expected
 
 
 @pytest.mark.parametrize("killed_after", [2, 7])
@@ -495,6 +535,9 @@ def test_positions_that_do_not_fit() -> None:
     plainly.load_state_dict(shuffled.state_dict())
     with pytest.raises(ConfigError, match="other samplers or generators"):
         next(iter(plainly))
+    assert len(list(shuffled)) == 7
+    plainly.load_state_dict(shuffled.state_dict())  # between passes any order is fine
+    assert [batch.tolist()[0] for batch in plainly] == [0, 2, 4, 6, 8, 10, 12]
     shorter = PrefetchingLoader([torch.tensor(0)])
     longer = PrefetchingLoader([torch.tensor(0)] * 3)
     shorter.load_state_dict([longer.state_dict() for _ in longer][1])

@@ -8,10 +8,10 @@ thread would draw random numbers in the middle of a step.
 [Note: the resume position]
 When batch n is handed out, batch n + 1 has been taken from the wrapped loader already. So the position that belongs to
 batch n is recorded before that: the state of a loader that has one, else a count of batches and what the order of the
-pass was drawn from (the random states, generators and samplers at its start). On resume a counted pass begins again
-from these and discards the batches that were trained on. Data that is made in this process may draw random numbers too:
-batch n + 1 drew its own before step n was computed, so on resume it is made again from the random states of that
-moment, and the run goes on with the states of the generation.
+pass was drawn from (the random states, generators and samplers at its start; between passes, generators and samplers
+as they are). On resume a counted pass begins again from these and discards the batches that were trained on. Data that
+is made in this process may draw random numbers too: batch n + 1 drew its own before step n was computed, so on resume
+it is made again from the random states of that moment, and the run goes on with the states of the generation.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PrefetchingLoader(Generic[T]):
             return {**state, "source": self._source if self._source is not None else self._source_state()}
         return {
             **state, "batches": self._handed_out, "batch_size": self._batch_size,
-            "begin": self._begin,
+            "begin": self._begin if self._begin is not None else _drawn_from(self._loader),
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -127,14 +127,18 @@ class PrefetchingLoader(Generic[T]):
         if not self._is_stateful and state_dict["batches"]:
             self._refuse_other_samples(state_dict)
         self.close()
-        self._ahead = state_dict["ahead"]
-        if self._is_stateful:
-            self._source = copy.deepcopy(state_dict["source"])
-            with _random_states_kept():  # the engine may have restored them already
+        self._ahead, self._begin = state_dict["ahead"], None
+        with _random_states_kept():  # the engine may have restored them already
+            if self._is_stateful:
+                self._source = copy.deepcopy(state_dict["source"])
                 cast(Any, self._loader).load_state_dict(copy.deepcopy(state_dict["source"]))
-            self._is_under_way = False
-        else:
-            self._handed_out, self._begin = state_dict["batches"], state_dict["begin"]
+                self._is_under_way = False
+            else:
+                self._handed_out, begin = state_dict["batches"], state_dict["begin"]
+                if self._handed_out:
+                    self._begin = begin
+                elif begin is not None and _is_drawn_alike(self._loader, begin):  # older positions do not tell
+                    _draw_from(self._loader, begin)
         self._to_resume = True
 
     def _refuse_other_samples(self, state_dict: Mapping[str, Any]) -> None:
@@ -369,27 +373,43 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 def _beginning(loader: Any) -> dict[str, Any]:
     """All that the order of the pass that begins now depends on."""
-    samplers = _samplers(loader)
     return {
         "random": random_states(),
-        "generators": [generator.get_state().numpy() for generator in _generators(loader)],
-        "epochs": [getattr(sampler, "epoch", None) for sampler in samplers],  # of a DistributedSampler
+        "epochs": [getattr(sampler, "epoch", None) for sampler in _samplers(loader)],  # of a DistributedSampler
         "parts": _parts(loader),
-        "samplers": [copy.deepcopy(sampler.state_dict()) if _has_state(sampler) else None for sampler in samplers],
+        **_drawn_from(loader),
     }
 
 
 def _begin_again(loader: Any, begin: Mapping[str, Any]) -> None:
     """Puts back what `_beginning` found."""
-    samplers, generators = _samplers(loader), _generators(loader)
-    if len(samplers) != len(begin["epochs"]) or len(generators) != len(begin["generators"]):
+    if not _is_drawn_alike(loader, begin):
         raise ConfigError("the loader has other samplers or generators than the one whose position was saved")
     restore_random_states(begin["random"])
-    for generator, state in zip(generators, begin["generators"]):
-        generator.set_state(torch.from_numpy(state.copy()))
-    for sampler, epoch, state in zip(samplers, begin["epochs"], begin["samplers"]):
+    for sampler, epoch in zip(_samplers(loader), begin["epochs"]):
         if epoch is not None:
             sampler.epoch = epoch
+    _draw_from(loader, begin)
+
+
+def _drawn_from(loader: Any) -> dict[str, Any]:
+    """The states of the loader's own that the order of a pass depends on. Between passes, all others are elsewhere."""
+    return {
+        "generators": [generator.get_state().numpy() for generator in _generators(loader)],
+        "samplers": [copy.deepcopy(one.state_dict()) if _has_state(one) else None for one in _samplers(loader)],
+    }
+
+
+def _is_drawn_alike(loader: Any, found: Mapping[str, Any]) -> bool:
+    stateful, were_stateful = map(_has_state, _samplers(loader)), (state is not None for state in found["samplers"])
+    return len(_generators(loader)) == len(found["generators"]) and [*stateful] == [*were_stateful]
+
+
+def _draw_from(loader: Any, found: Mapping[str, Any]) -> None:
+    """Puts back what `_drawn_from` found."""
+    for generator, state in zip(_generators(loader), found["generators"]):
+        generator.set_state(torch.from_numpy(state.copy()))
+    for sampler, state in zip(_samplers(loader), found["samplers"]):
         if state is not None:
             sampler.load_state_dict(copy.deepcopy(state))
 
