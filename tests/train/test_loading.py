@@ -80,6 +80,16 @@ class Shuffling(Stream):
         super().load_state_dict(state)
 
 
+class WithWorkers(Shuffling):
+    """Draws the seed of its workers when a pass begins or goes on; they make the batches."""
+
+    num_workers = 1
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        torch.rand(())
+        return super().__iter__()
+
+
 class Turning(Sampler[int]):
     """Its state is the direction of the next pass."""
 
@@ -105,6 +115,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: [torch.tensor(float(index)) for index in range(7)],
     "stream": lambda: Stream(7),
     "stream that draws": lambda: Shuffling(7),
+    "stream with workers": lambda: WithWorkers(7),
     "in order": lambda: DataLoader(Numbers(14), batch_size=2),
     "shuffled": lambda: DataLoader(Numbers(14), batch_size=2, shuffle=True),
     "shuffled by a generator": lambda: DataLoader(

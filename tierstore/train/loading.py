@@ -103,13 +103,11 @@ class PrefetchingLoader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was handed out."""
-        state: dict[str, Any] = {"ahead": self._ahead}
+        state: dict[str, Any] = {"ahead": self._ahead, "batches": self._handed_out}
         if self._is_stateful:
             return {**state, "source": self._source if self._source is not None else self._source_state()}
-        return {
-            **state, "batches": self._handed_out, "batch_size": self._batch_size,
-            "begin": self._begin if self._begin is not None else _drawn_from(self._loader),
-        }  # fmt: skip
+        begin = self._begin if self._begin is not None else _drawn_from(self._loader)
+        return {**state, "batch_size": self._batch_size, "begin": begin}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next pass go on at a saved position; a running pass is ended.
@@ -128,13 +126,15 @@ class PrefetchingLoader(Generic[T]):
             self._refuse_other_samples(state_dict)
         self.close()
         self._ahead, self._begin = state_dict["ahead"], None
+        # Older positions of a loader with a state and workers do not tell: as between passes, then.
+        self._handed_out = state_dict.get("batches", int(self._ahead is not None))
         with _random_states_kept():  # the engine may have restored them already
             if self._is_stateful:
                 self._source = copy.deepcopy(state_dict["source"])
                 cast(Any, self._loader).load_state_dict(copy.deepcopy(state_dict["source"]))
                 self._is_under_way = False
             else:
-                self._handed_out, begin = state_dict["batches"], state_dict["begin"]
+                begin = state_dict["begin"]
                 if self._handed_out:
                     self._begin = begin
                 elif begin is not None and _is_drawn_alike(self._loader, begin):  # older positions do not tell
@@ -198,11 +198,8 @@ class PrefetchingLoader(Generic[T]):
         return self._take()
 
     def _resumed(self) -> _Ahead:
-        if not self._is_stateful and not self._handed_out:  # between passes, also if a try has failed
+        if not self._handed_out:  # between passes, also if a try has failed
             return self._begun()
-        if self._begin is None and self._ahead is None:  # a source that knows its position draws no random numbers here
-            self._iterator = iter(self._loader)
-            return self._take()
         with _random_states_kept():
             if self._begin is not None:
                 _begin_again(self._loader, self._begin)
