@@ -17,7 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from tierstore.errors import ConfigError
 from tierstore.pack import tree
@@ -531,6 +539,14 @@ def test_positions_that_do_not_fit() -> None:
         PrefetchingLoader(Stream(3)).load_state_dict(counted.state_dict())
     with pytest.raises(ConfigError, match="counts 1 batches of 2 samples"):
         PrefetchingLoader(DataLoader(Numbers(14), batch_size=4)).load_state_dict(counted.state_dict())
+    sampled, others = (
+        PrefetchingLoader(DataLoader(Numbers(14), batch_sampler=BatchSampler(range(14), size, drop_last=False)))
+        for size in (2, 4)
+    )
+    next(iter(sampled))
+    with pytest.raises(ConfigError, match="counts 1 batches of 2 samples; with batches of 4"):
+        others.load_state_dict(sampled.state_dict())
+    sampled.load_state_dict({**sampled.state_dict(), "batch_size": None})  # as an older position, which does not tell
     assert len(list(counted)) == 7
     between = counted.state_dict()
     larger = PrefetchingLoader(DataLoader(Numbers(14), batch_size=7))

@@ -60,7 +60,7 @@ class PrefetchingLoader(Generic[T]):
         self._loader = loader
         self._mover = _Mover(torch.device(device), pin)
         self._is_stateful = _has_state(loader)
-        self._batch_size = getattr(loader, "batch_size", None)
+        self._batch_size = _batch_size(loader)
         self._makes_here = getattr(loader, "num_workers", 0) == 0
         self._handed_out = 0  # in this pass
         self._has_more = True  # after those handed out
@@ -144,7 +144,7 @@ class PrefetchingLoader(Generic[T]):
     def _refuse_other_samples(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a position in the middle of a pass that counts other batches than those of this loader."""
         batches, size, parts = state_dict["batches"], state_dict["batch_size"], _parts(self._loader)
-        if size != self._batch_size:
+        if size not in (None, self._batch_size):  # None: unknown
             raise ConfigError(
                 f"the saved position counts {batches} batches of {size} samples; "
                 f"with batches of {self._batch_size} these would be other samples"
@@ -352,6 +352,12 @@ def _samplers(loader: Any) -> list[Any]:
     found = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     found.append(getattr(found[1], "sampler", None))
     return [one for index, one in enumerate(found) if one is not None and all(one is not two for two in found[:index])]
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Its own, or that of a sampler of batches that it was given; None if neither tells."""
+    sizes = (getattr(one, "batch_size", None) for one in (loader, *_samplers(loader)))
+    return next((size for size in sizes if size is not None), None)
 
 
 def _parts(loader: Any) -> int:
