@@ -54,6 +54,9 @@ class PrefetchingLoader(Generic[T]):
     has no second pass, the batch ahead is lost. With `persistent_workers=True` and workers that draw random numbers, a
     resumed run is exact in the first pass only: such workers go on from states of their own, which are not part of a
     generation.
+
+    A pass ends when it is asked for more after its last batch. A position before that, as of a loop that breaks off at
+    the last batch, is one in that pass: on resume no batch is left of it, and the next pass is whole.
     """
 
     def __init__(self, loader: Iterable[T], device: torch.device | str = "cpu", *, pin: bool = True) -> None:
