@@ -83,12 +83,18 @@ def test_a_model_without_parameters_is_refused(make: Callable[[], nn.Module], tm
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_a_model_that_another_engine_has_taken_is_refused(is_closed: bool, tmp_path: Path) -> None:
-    said = "the model belongs to another engine, perhaps a closed one; build it anew"
+    said = (
+        r"parameter embedding\.weight of the model belongs to another engine, perhaps a closed one: a module, shared "
+        "or not, belongs to one engine; build it anew"
+    )
     with opened(WAY, tmp_path / "first") as run:
         if is_closed:
             run.until(1)
             run.engine.close()
         with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path / "other", model=run.engine.model):
+            pass
+        shared = nn.Sequential(nn.Linear(4, 4), run.engine.model.get_submodule("norm"))
+        with pytest.raises(ConfigError, match=r"parameter 1\.weight of"), opened(WAY, tmp_path / "other", model=shared):
             pass
         if not is_closed:
             run.until(2)

@@ -59,8 +59,12 @@ def refuse_taken(model: nn.Module) -> None:
     Raises:
         ConfigError: an engine has taken the model over before, or a reducer is there.
     """
-    if any(TAKEN in parameter.__dict__ for parameter in model.parameters()):
-        raise ConfigError("the model belongs to another engine, perhaps a closed one; build it anew")
+    for name, parameter in model.named_parameters():
+        if TAKEN in parameter.__dict__:
+            raise ConfigError(
+                f"parameter {name} of the model belongs to another engine, perhaps a closed one: a module, shared or "
+                "not, belongs to one engine; build it anew"
+            )
     refuse_reduced(model.named_parameters())
 
 
