@@ -236,7 +236,10 @@ class CallOrder:
         """
         if self._driver.has_begun:
             begun = "" if self.has_backward else " that a forward has begun (one under torch.no_grad() begins none)"
-            raise ConfigError(f"{what} would change weights in the middle of a step{begun}; call it after step()")
+            raise ConfigError(
+                f"{what} would change weights in the middle of a step{begun}; call it after step(), "
+                "or close the engine to give that step up"
+            )
 
     def refuse_after_backward(self, what: str) -> None:
         """Weights are not to be read while updates change them.
