@@ -240,13 +240,18 @@ def test_a_state_that_a_schedule_does_not_take_is_refused_by_name(tmp_path: Path
 
 
 def test_a_fixed_loss_scale_is_the_one_that_is_given(tmp_path: Path) -> None:
+    """And a dynamic one after it goes on where the last dynamic one was, not at a scale that nobody chose for it."""
+    with opened(WAY, tmp_path) as run:
+        run.step()
     with opened(WAY, tmp_path, loss_scale="dynamic") as run:
+        run.engine._generations._loss_scale.update(is_finite=False)
         run.step()
     with opened(WAY, tmp_path, loss_scale=8.0) as run:
         run.step()
         assert run.engine._generations._loss_scale.scale == 8.0
     with opened(WAY, tmp_path, loss_scale="dynamic") as run:
-        assert run.engine._generations._loss_scale.scale == 8.0  # a dynamic scale begins with the fixed one
+        found = run.engine._generations._loss_scale
+        assert (found.scale, found.good_steps) == (2.0**15, 1)
 
 
 def test_nothing_is_told_twice_nor_lost_where_warnings_are_errors(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ class Generations:
         state = {
             "step": self.step_count,
             "steps": self._parts.stepper.steps,
-            "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
+            "loss_scale": self._loss_scale.captured(),
             "buffers": capture.module_state(self._parts.model),
             "pending": None,
         } | self.given.captured()
@@ -240,8 +240,7 @@ class Generations:
         self._is_previous = self._parts.options.resume is Resume.PREVIOUS
         self.step_count = self._resumed_at = self._published_step = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
-        if self._loss_scale.growth_interval:  # else it is the fixed scale that was given
-            self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
+        self._loss_scale.restore(captured["loss_scale"])
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
             self.pending = Pending(touched & self._parts.stepper.steps.keys(), pending["scale"])

@@ -196,17 +196,22 @@ def ended_schedule(captured: Mapping[str, Any], scheduler: Any) -> str | None:
     return str(kind)
 
 
+_FIRST_SCALE = 2.0**16  # of a dynamic one
+
+
 @dataclass(slots=True)
 class LossScale:
     """Loss scaling for fp16; dynamic as in Micikevicius et al., 2018.
 
     Attributes:
         growth_interval: finite steps in a row before the scale doubles; 0 keeps it fixed.
+        dynamic: the scale and good steps with which a dynamic scale goes on in a later run, if this one is fixed.
     """
 
     scale: float = 1.0
     growth_interval: int = 0
     good_steps: int = 0
+    dynamic: Sequence[float] = (_FIRST_SCALE, 0)
 
     @classmethod
     def of(cls, value: float | str | None, model: nn.Module) -> LossScale:
@@ -217,12 +222,23 @@ class LossScale:
         """
         is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         if value == "dynamic" or (value is None and is_half):
-            return cls(2.0**16, growth_interval=2000)
+            return cls(_FIRST_SCALE, growth_interval=2000)
         if value is None:
             return cls()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"loss_scale must be 'dynamic' or above 0, not {value!r}")
         return cls(float(value))
+
+    def captured(self) -> list[float]:
+        """What a generation holds: scale and good steps, of a dynamic one."""
+        return [self.scale, self.good_steps] if self.growth_interval else [*self.dynamic]
+
+    def restore(self, captured: Sequence[float]) -> None:
+        """Go on from a generation; a fixed scale is the one that was given."""
+        if self.growth_interval:
+            self.scale, self.good_steps = captured[0], int(captured[1])
+        else:
+            self.dynamic = captured
 
     def update(self, is_finite: bool) -> None:
         """Take note of a step: it was finite, or was skipped because it was not."""
