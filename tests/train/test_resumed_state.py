@@ -349,6 +349,21 @@ def test_a_new_schedule_begins_from_the_rates_of_now(tmp_path: Path) -> None:
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.0001)
 
 
+def test_a_store_whose_schedule_ended_below_0_can_be_opened(tmp_path: Path) -> None:
+    """As OneCycleLR does when it anneals linearly; only an update needs a rate that makes sense."""
+    falling = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 - step)
+    with opened(WAY, tmp_path, lr_scheduler=falling) as run:
+        run.until(2)
+        state = run.engine.state_dict()
+    with opened(WAY, tmp_path, lr_scheduler=None) as run:
+        assert all(torch.equal(value, state[name]) for name, value in run.engine.state_dict().items())
+        with pytest.raises(ConfigError, match=r"lr: must be greater than or equal to 0 \(got -0.01\)"):
+            run.step()
+        run.engine.optimizer.param_groups[0]["lr"] = 0.001
+        with pytest.warns(UserWarning, match="goes on without the learning-rate schedule"):
+            run.step()
+
+
 def test_where_a_schedule_began_does_not_move_with_a_rate_that_is_a_tensor(tmp_path: Path) -> None:
     def again(schedule: Any) -> Any:
         model = WAY.model()

@@ -201,7 +201,8 @@ def assemble(
             optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
         scheduler = None if lr_scheduler is None else _schedule(lr_scheduler, optimizer, generation)
         capture.check_storable(model, registered, scheduler, is_written=is_durable and bool(tiers.nvme))
-        partition.check_same(stepper.members() | stepper.options() | _forms(_of_first(model, generation)))
+        options_now = stepper.options(is_checked=generation is None)
+        partition.check_same(stepper.members() | options_now | _forms(_of_first(model, generation)))
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
         grid = generation.layout["chunk_elements"] if generation is not None else None

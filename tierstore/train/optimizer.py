@@ -142,6 +142,10 @@ def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return checked_options({name: group[name] for name in AdamWConfig.model_fields}).model_dump()
 
 
+def _as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in AdamWConfig.model_fields} | {"lr": float(group["lr"])}
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two options are equal; floats to fp32 precision, because a rate may have been an fp32 tensor."""
     if isinstance(one, float) and isinstance(other, float):
@@ -277,18 +281,23 @@ class AdamStepper:
         found: dict[str, object] = {"the number of parameter groups": len(self.optimizer.param_groups)}
         return found | {f"the parameter group of {name}": self._option_group.get(name) for name in self.steps}
 
-    def options(self) -> dict[str, object]:
+    def options(self, *, is_checked: bool = True) -> dict[str, object]:
         """The options that an update would use now, by description; if ranks had different ones, weights would differ.
+
+        Args:
+            is_checked: False takes them as they are: what a store keeps may make no sense, such as the rate below 0
+                that a schedule left after its last step.
 
         Raises:
             ConfigError: an option was set to a value that makes no sense.
         """
-        for index, group in enumerate(self.optimizer.param_groups):
+        groups = self.optimizer.param_groups
+        for index, group in enumerate(groups if is_checked else ()):
             refuse_unsupported(group, f"(in parameter_groups[{index}])")
         return {
             f"{name} of parameter_groups[{index}]": value
-            for index, group in enumerate(self.optimizer.param_groups)
-            for name, value in _hyper_parameters(group).items()
+            for index, group in enumerate(groups)
+            for name, value in (_hyper_parameters(group) if is_checked else _as_they_are(group)).items()
         }
 
     def updates(self, group: int, touched: Container[str], gradient_scale: float) -> tuple[ParameterUpdate, ...]:
