@@ -121,22 +121,23 @@ def test_all_files_are_closed_also_when_the_system_refuses_one(
     assert len(closed) > 1
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn])
 def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     state = plain_state()
     state["body.0.weight"] = state["body.0.weight"].to(dtype)
     save_file(state, tmp_path / SINGLE)
-    with pytest.raises(FormatError, match=r"1 tensors: body\.0\.weight: (I8|U8|BOOL) .* cannot be trained"):
+    with pytest.raises(FormatError, match=r"1 tensors: body\.0\.weight: (I8|U8|BOOL|F8_E4M3) .* cannot be trained"):
         loaded(tmp_path, Plain)
 
 
-def test_quantized_weights_are_refused_where_tensors_are_converted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2])
+def test_quantized_weights_are_refused_where_tensors_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
     mixtral().save_pretrained(tmp_path)
     state = load_file(tmp_path / SINGLE)
     experts = [name for name in state if ".experts." in name]
     assert len(experts) > 2
-    save_file(state | {name: state[name].char() for name in experts}, tmp_path / SINGLE)
-    with pytest.raises(FormatError, match=r"experts.*: torch.int8 converted, and quantized"):
+    save_file(state | {name: state[name].to(dtype) for name in experts}, tmp_path / SINGLE)
+    with pytest.raises(FormatError, match=rf"experts.*: {dtype} converted, and quantized"):
         loaded(tmp_path, mixtral)
 
 

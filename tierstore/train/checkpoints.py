@@ -88,7 +88,7 @@ class CheckpointSource(BuiltSource):
         """All parameters of the model.
 
         Raises:
-            FormatError: tensors are missing or have another shape, or the files are not safetensors.
+            FormatError: tensors are missing, quantized or have another shape, or the files are not safetensors.
             StorageError: a file cannot be read.
         """
         return set(self._plan.parameters)
@@ -197,8 +197,8 @@ class CheckpointSource(BuiltSource):
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Whether torch converts this dtype to other floats; it does not convert pairs of 4-bit floats."""
-    return dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2
+    """Whether its numbers are values by themselves; those of 8 bits, and pairs of 4, are so only with their scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 @torch.no_grad()
