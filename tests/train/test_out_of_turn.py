@@ -689,16 +689,23 @@ def test_a_callback_that_fails_closes_nothing(tmp_path: Path) -> None:
         assert engine.train_step([x], loss_of).step == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dynamic_loss_scale_skips_a_step_whatever_the_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float32, "dynamic"), (torch.bfloat16, "dynamic"), (torch.float32, 2.0), (torch.float16, 1.0)],
+)
+def test_what_is_scaled_or_in_fp16_skips_a_step_that_overflows(
+    dtype: torch.dtype, scale: float | str, tmp_path: Path
+) -> None:
     x = batches(1)[0].to(dtype)
-    with pytest.raises(ConfigError, match="applies gradients too early for dynamic loss scaling"):
-        Engine(Net(), disk(tmp_path), AdamWConfig(), update="backward", loss_scale="dynamic")
-    with Engine(Net().to(dtype), disk(tmp_path), AdamWConfig(lr=1e-2), loss_scale="dynamic") as engine:
+    with pytest.raises(ConfigError, match="applies gradients too early for fp16 or loss scaling"):
+        Engine(Net().to(dtype), disk(tmp_path), AdamWConfig(), update="backward", loss_scale=scale)
+    with Engine(Net().to(dtype), disk(tmp_path), AdamWConfig(lr=1e-2), loss_scale=scale) as engine:
         for step in range(5):
             before = engine.state_dict()
             engine.backward(loss_of(engine(x)).float() * (float("inf") if step == 3 else 1.0))
-            assert engine.step().skipped == (step == 3)
+            report = engine.step()
+            assert report.skipped == (step == 3)
+            assert scale in ("dynamic", report.loss_scale)
             same = [torch.equal(value, before[name]) for name, value in engine.state_dict().items()]
             assert all(same) == (step == 3)
 

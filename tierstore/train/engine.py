@@ -66,7 +66,8 @@ class Engine:
             is all of the model.
         lr_scheduler: makes a scheduler from `engine.optimizer`, which `step()` steps. It is called twice if the resumed
             run had a scheduler of another class.
-        loss_scale: None is dynamic for fp16 and 1 otherwise; "dynamic", or a fixed scale.
+        loss_scale: None is dynamic for weights in fp16 and 1 otherwise; "dynamic", or a fixed scale. Without fp16 and
+            scale, gradients that are not finite reach the weights; else such a step is skipped.
         initialize: source of the weights of a model on the meta device, which `deferred` gives with the model.
         zero: ZeRO stage, 0 to 3, of several ranks; see `partition.py`. All ranks make the same calls of the engine in
             the same order; budgets are per rank.
@@ -114,8 +115,8 @@ class Engine:
         )  # fmt: skip
         scale = LossScale.of(loss_scale, model)
         options = options_of(
-            model, update, max_grad_norm, "dynamic" if scale.growth_interval else scale.scale, commit_every, durability,
-            resume, overlap, has_store=bool(tiers.nvme),
+            update, max_grad_norm, "dynamic" if scale.growth_interval else scale.scale, commit_every, durability,
+            resume, overlap, may_skip=scale.may_skip, has_store=bool(tiers.nvme),
         )  # fmt: skip
         registered = registered or {}
         for name, value in registered.items():

@@ -208,11 +208,13 @@ class LossScale:
     """Loss scaling for fp16; dynamic as in Micikevicius et al., 2018.
 
     Attributes:
+        may_skip: a step whose gradients are not finite changes nothing.
         growth_interval: finite steps in a row before the scale doubles; 0 keeps it fixed.
         dynamic: the scale and good steps with which a dynamic scale goes on in a later run, if this one is fixed.
     """
 
     scale: float = 1.0
+    may_skip: bool = False
     growth_interval: int = 0
     good_steps: int = 0
     dynamic: Sequence[float] = (_FIRST_SCALE, 0)
@@ -226,12 +228,12 @@ class LossScale:
         """
         is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         if value == "dynamic" or (value is None and is_half):
-            return cls(_FIRST_SCALE, growth_interval=2000)
+            return cls(_FIRST_SCALE, may_skip=True, growth_interval=2000)
         if value is None:
             return cls()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"loss_scale must be 'dynamic' or above 0, not {value!r}")
-        return cls(float(value))
+        return cls(float(value), may_skip=is_half or value != 1)
 
     def captured(self) -> list[float]:
         """What a generation holds: scale and good steps, of a dynamic one."""

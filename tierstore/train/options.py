@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsFloat
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +89,6 @@ def expect(is_right: bool, name: str, what: str, value: object) -> None:
 
 
 def options_of(
-    model: nn.Module,
     update: UpdateSchedule | str,
     max_grad_norm: float | None,
     loss_scale: float | str,
@@ -99,12 +97,14 @@ def options_of(
     resume: Resume | str,
     overlap: bool,
     *,
+    may_skip: bool,
     has_store: bool,
 ) -> Options:
-    """The options for this model.
+    """The options of an engine.
 
     Args:
-        loss_scale: a fixed one, or "dynamic": then a step whose gradients are not finite changes nothing.
+        loss_scale: a fixed one, or "dynamic".
+        may_skip: a step whose gradients are not finite changes nothing.
         has_store: there is a directory on NVMe.
 
     Raises:
@@ -129,9 +129,8 @@ def options_of(
         schedule=_schedule_for(
             wish,
             norm,
-            model,
             overlap,
-            may_skip=loss_scale == "dynamic",
+            may_skip=may_skip,
             can_go_back=can_go_back,
             has_store=has_store,
         ),
@@ -146,14 +145,12 @@ def options_of(
 
 
 def _schedule_for(
-    wish: UpdateSchedule, max_grad_norm: float | None, model: nn.Module, overlap: bool, *, may_skip: bool,
-    can_go_back: bool, has_store: bool,
+    wish: UpdateSchedule, max_grad_norm: float | None, overlap: bool, *, may_skip: bool, can_go_back: bool,
+    has_store: bool,
 ) -> UpdateSchedule:  # fmt: skip
-    is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-    needs_whole_backward = max_grad_norm is not None or is_half or may_skip
+    needs_whole_backward = max_grad_norm is not None or may_skip
     if wish is UpdateSchedule.BACKWARD and needs_whole_backward:
-        scaling = "fp16 loss scaling" if is_half else "dynamic loss scaling"
-        reason = "clipping by the global norm" if max_grad_norm is not None else scaling
+        reason = "fp16 or loss scaling" if max_grad_norm is None else "clipping by the global norm"
         raise ConfigError(f"update='backward' applies gradients too early for {reason}; use 'forward' or 'speculative'")
     if wish is UpdateSchedule.SPECULATIVE and not can_go_back:
         missing = "commit_every=1 and durability='commit'" if has_store else "a store: give nvme a directory"

@@ -302,7 +302,7 @@ class Steps:
             parts.driver.refuse_late(late[0])
         parts.depth.agree(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, parts.options.max_grad_norm)
-        is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
+        is_finite = math.isfinite(norm) or not self._loss_scale.may_skip
         arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None
         now = arrived
         if parts.driver.schedule is UpdateSchedule.DELAYED:
