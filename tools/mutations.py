@@ -270,8 +270,8 @@ MUTATIONS: Sequence[Mutation] = (
         "bits",
     ),
     Mutation(
-        "a residual that a zero has left", "kernels/compiled.py _join",
-        "b.select(is_stale, _filled(residual, 0), residual)", "kernels/test_adam.py", "residual",
+        "a residual that another weight has left", "kernels/compiled.py _join",
+        'b.select(b.fcmp_unordered("uno", value, value), alone, value)', "kernels/test_adam.py", "value",
     ),
     Mutation(
         "decay in the gradient, of vectors", "kernels/compiled.py adam", "adam_lanes(_AT_ONCE, True,",

@@ -264,13 +264,14 @@ def test_bf16_and_residual_hold_the_edges():
     check_lossless(np.concatenate([magnitudes, magnitudes | np.uint32(0x80000000)]))
 
 
-@pytest.mark.parametrize("zero", [0x0000, 0x8000])
-def test_a_weight_zeroed_from_outside_is_zero(zero):
-    weights, state = np.full(4, zero, np.uint16), np.zeros(40, np.uint8)
-    view_state("bf16", state).complement[:] = [-1, -32768, 0, 5]
-    out = np.empty(4, np.float32)
+@pytest.mark.parametrize("bits", [0x0000, 0x8000, 0x7F80, 0xFF80])
+def test_a_weight_set_to_zero_or_infinity_from_outside_is_no_nan(bits):
+    weights, state = np.full(6, bits, np.uint16), np.zeros(60, np.uint8)
+    view_state("bf16", state).complement[:] = [-1, -32768, 0, 5, 32767, 1]
+    out, again = np.empty(6, np.float32), np.empty(6, np.uint16)
     read_master("bf16", weights, state, out)
-    assert (np.abs(out) < 1e-38).all()  # not NaN
+    init_state("bf16", out, again, np.zeros(60, np.uint8))
+    np.testing.assert_array_equal(again, weights)
 
 
 # ------------------------------------------------------------------------------------------------ state

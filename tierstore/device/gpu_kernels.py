@@ -186,9 +186,9 @@ def _widen(element: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @_kernel
 def _join(weight: tl.tensor, residual: tl.tensor) -> tl.tensor:
-    bits, low = weight.to(tl.int32) << 16, residual.to(tl.int32)
-    is_stale = ((bits << 1) == 0) & (low < 0)
-    return (bits + tl.where(is_stale, 0, low)).to(tl.float32, bitcast=True)
+    bits = weight.to(tl.int32) << 16
+    value = (bits + residual.to(tl.int32)).to(tl.float32, bitcast=True)
+    return tl.where(value != value, bits.to(tl.float32, bitcast=True), value)
 
 
 @_kernel

@@ -121,11 +121,10 @@ def _residual_of(b: Any, value: Any) -> Any:
 
 
 def _join(b: Any, weight: Any, residual: Any) -> Any:
-    is_zero = b.icmp_unsigned("==", b.shl(weight, _filled(weight, 1)), _filled(weight, 0))
-    is_stale = b.and_(is_zero, b.icmp_signed("<", residual, _filled(residual, 0)))
-    low = b.sext(b.select(is_stale, _filled(residual, 0), residual), _as_wide(_INT32, residual))
-    bits = b.zext(weight, low.type)
-    return b.bitcast(b.add(b.shl(bits, _filled(bits, 16)), low), _as_wide(_FLOAT, weight))
+    low = b.sext(residual, _as_wide(_INT32, residual))
+    bits = b.shl(b.zext(weight, low.type), _filled(low, 16))
+    value, alone = (b.bitcast(each, _as_wide(_FLOAT, weight)) for each in (b.add(bits, low), bits))
+    return b.select(b.fcmp_unordered("uno", value, value), alone, value)
 
 
 _WIDEN = {types.float32: _unchanged, types.uint16: _widen_bf16, types.int16: _widen_fp16}
@@ -164,8 +163,8 @@ def residual_of(_typing: Any, value: Any) -> Any:
 def join(_typing: Any, weight: Any, residual: Any) -> Any:
     """fp32 master of a bf16 weight and its residual.
 
-    A zero has no negative residual; one that stayed behind when a weight was set to zero from outside counts as 0
-    (subtracted from the bits of zero it would make a NaN).
+    No residual makes a NaN of a number: one that would stayed behind when a weight was set to zero or infinity from
+    outside, and counts as 0.
     """
     return _typed(types.float32, (weight, residual), _join)
 
