@@ -1014,6 +1014,16 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero.py::test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained",
     ),
     Mutation(
+        "changes of a forward are undone", "train/steps.py Steps._refuse_changes",
+        "not whole.undo_changes(self._parts, sorted({group for group, _ in changed}))",
+        "train/test_out_of_turn.py::test_a_forward_that_changes_weights_is_refused_alone", "False",
+    ),
+    Mutation(
+        "changes of a forward that cannot be undone are trained by none", "train/steps.py Steps._refuse_changes",
+        'self._order.break_off(error, "a change of weights", keeps_weights=True)',
+        "train/test_zero.py::test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained",
+    ),
+    Mutation(
         "weights that are set are gathered again", "train/whole.py _restore",
         "parts.access.weights_changed(groups)", VIEWED,
     ),

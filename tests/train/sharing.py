@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import BudgetError, RankLost, StorageFull, TierstoreError
+from tierstore.errors import BudgetError, GraphError, RankLost, StorageFull, TierstoreError
 from tierstore.garbage import no_garbage_collection
 from tierstore.io import machine
 from tierstore.train import filling, partition
@@ -504,20 +504,36 @@ def change_wrongly(rank: int, ranks: int, **options: Any) -> dict[str, str]:
     return told
 
 
-def break_a_change_off(rank: int, ranks: int, **options: Any) -> list[str]:
-    """The loss or the error of a step after an error in the middle of a change on all ranks: without a view of the
-    changed weights, and with one."""
+def break_a_change_off(rank: int, ranks: int, where: str, **options: Any) -> list[str]:
+    """The loss or the error of a step after a change on all ranks that was broken off, or was refused: without a view
+    of the changed weights, and with one.
+
+    Args:
+        where: weights are changed in "gathered" or in "forward".
+    """
     model, told = nn.Sequential(nn.Linear(3, 1, bias=False)), []
     nn.init.ones_(model[0].weight)
+    x, views = torch.ones(2, 3), list[torch.Tensor]()
     with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
-        views: list[torch.Tensor] = []
-        for holds in (False, True):
-            with contextlib.suppress(KeyError), engine.gathered("", modify=True):
-                views += [model[0].weight[0]] if holds else []
-                nn.init.zeros_(model[0].weight)
+
+        def change(*_: Any) -> None:
+            views.extend([model[0].weight[0]] if told else [])
+            nn.init.zeros_(model[0].weight)
+            if where == "gathered":
                 raise KeyError
+
+        def change_and_fail() -> None:
+            if where == "gathered":
+                with pytest.raises(KeyError), engine.gathered("", modify=True):
+                    change()
+            else:
+                with model.register_forward_pre_hook(change), pytest.raises(GraphError, match="changed in forward"):
+                    engine(x)
+
+        for _ in range(2):
+            change_and_fail()
             try:
-                loss = engine(torch.ones(2, 3)).sum()
+                loss = engine(x).sum()
                 told.append(f"loss {loss.item():.2f}")
                 engine.backward(loss)
                 engine.step()

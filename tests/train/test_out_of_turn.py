@@ -1061,9 +1061,12 @@ def _fail(kind: type[BaseException]) -> None:
 
 
 class Clamped(Net):
+    writes = True
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.blocks[0][0].weight.clamp_(-0.1, 0.1)
+        if self.writes:
+            with torch.no_grad():
+                self.blocks[0][0].weight.clamp_(-0.1, 0.1)
         return super().forward(x)
 
 
@@ -1368,9 +1371,12 @@ def test_a_call_of_the_model_that_would_meet_an_update_is_refused(update: str, t
 
 
 class Replaced(Net):
+    writes = True
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        self.blocks[0][0].weight.data = self.blocks[0][0].weight.data.clamp(-0.1, 0.1)
+        if self.writes:
+            self.blocks[0][0].weight.data = self.blocks[0][0].weight.data.clamp(-0.1, 0.1)
         return output
 
 
@@ -1380,6 +1386,38 @@ def test_data_given_in_forward_is_refused_by_name(tmp_path: Path) -> None:
             engine(batches(1)[0])
         with engine.gathered(["blocks.0.0.weight"]):
             pass
+
+
+@pytest.mark.parametrize("is_tight", [True, False])
+@pytest.mark.parametrize("kind", [Clamped, Replaced])
+def test_a_forward_that_changes_weights_is_refused_alone(
+    kind: type[Clamped | Replaced], is_tight: bool, tmp_path: Path
+) -> None:
+    """Its changes are undone, so the steps around it are those of a run without it."""
+    weights = []
+    for is_disturbed in (False, True):
+        model = kind()
+        folder = tmp_path / str(is_disturbed)
+        with tight_engine(folder, model=model) if is_tight else Engine(model, TierConfig()) as engine:
+            for x in batches(2):
+                model.writes = is_disturbed
+                for trains in (False, True) if is_disturbed else ():
+                    with pytest.raises(GraphError, match="changed in forward"), torch.set_grad_enabled(trains):
+                        engine(x)
+                model.writes = False
+                engine.backward(loss_of(engine(x)))
+                engine.step()
+            weights.append(engine.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_an_evaluation_inside_of_a_change_of_weights_leaves_that_alone(tmp_path: Path) -> None:
+    x, model = batches(1)[0], Clamped()
+    with tight_engine(tmp_path) as engine, torch.no_grad():
+        with engine.gathered("blocks.0", modify=True):
+            engine.model.blocks[0][0].weight.clamp_(-0.1, 0.1)
+            assert torch.equal(engine(x), model(x))
+        check_weights(engine, model)
 
 
 class Unstorable(Net):

@@ -210,12 +210,13 @@ def test_a_change_that_one_rank_makes_otherwise_is_refused_at_all_of_them(zero: 
         assert (first[what][-4:], second[what][-4:]) == ("; []", "; []")  # no weight has changed
 
 
+@pytest.mark.parametrize(("where", "error"), [("gathered", "KeyError"), ("forward", "GraphError")])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained(zero: int) -> None:
+def test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained(zero: int, where: str, error: str) -> None:
     """A rank does not know then whether the others have broken off, too, so it asks them for nothing."""
-    for told in run_ranks(2, break_a_change_off, zero=zero):
+    for told in run_ranks(2, break_a_change_off, where, zero=zero):
         assert told[0] == "loss 6.00"
-        assert told[1].startswith("loss 5.99" if zero == 0 else "a change of weights was broken off by KeyError")
+        assert told[1].startswith("loss 5.99" if zero == 0 else f"a change of weights was broken off by {error}")
 
 
 def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,22 +234,14 @@ class DeviceAccess:
             self.read_late(group)
             self._withdrawn.discard(group)
 
-    def check_unchanged(self) -> None:
-        """Refuse weights that the model has changed: updates start from the weights at rest.
+    def changed(self) -> list[tuple[int, str]]:
+        """The groups of weights that were changed since their values were last known, and the names of these weights.
 
         A change that bypasses the version counters (`weight.data.clamp_()`) is not noticed, and is lost unless the
         update takes the weights from the device.
-
-        Raises:
-            GraphError: names one.
         """
         with torch._C.DisableTorchFunctionSubclass():  # six times as fast: most parameters are hidden now
-            names = [name for group in self._groups for name in group.changed()]
-        if names:
-            raise GraphError(
-                f"{names[0]} was changed in forward, which would be lost; change weights between steps, "
-                f"inside `with engine.gathered([{names[0]!r}], modify=True):`"
-            )
+            return [(group.index, name) for group in self._groups for name in group.changed()]
 
     def _go_to(self, group: int) -> None:
         self._account()

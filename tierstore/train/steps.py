@@ -17,6 +17,7 @@ import torch
 from tierstore.config import MicroBatchSchedule, UpdateSchedule, choice
 from tierstore.errors import ConfigError, GraphError, TierstoreError
 from tierstore.store.rounds import Updates
+from tierstore.train import whole
 from tierstore.train.assembly import Assembly
 from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
@@ -88,12 +89,32 @@ class Steps:
             with self._meters.phase("forward") if trains else self._meters.outside():
                 output = run()
             parts.driver.check_begun()
-            parts.access.check_unchanged()
             parts.groups.check_kept_views(is_resumed=parts.is_resumed)
-            return output
         finally:
             parts.access.is_inside = False  # no function call: Ctrl-C comes after it
             parts.access.end_pass()
+        self._refuse_changes()
+        return output
+
+    def _refuse_changes(self) -> None:
+        """Refuse a forward that has changed weights, and undo that: updates start from the weights at rest.
+
+        Raises:
+            GraphError: names one.
+        """
+        changed = [(group, name) for group, name in self._parts.access.changed() if not self._order.is_modified(group)]
+        if not changed:
+            return
+        name = changed[0][1]
+        try:
+            raise GraphError(
+                f"{name} was changed in forward, which is undone; change weights between steps, inside "
+                f"`with engine.gathered([{name!r}], modify=True):` (some models change theirs when they evaluate)"
+            )
+        except GraphError as error:
+            if not whole.undo_changes(self._parts, sorted({group for group, _ in changed})):
+                self._order.break_off(error, "a change of weights", keeps_weights=True)
+            raise
 
     def _make_way(self) -> None:
         """End a snapshot that is being copied, if the next round would overwrite what it copies."""

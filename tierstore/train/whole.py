@@ -261,6 +261,21 @@ def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
         )
 
 
+def undo_changes(parts: Assembly, groups: Sequence[int]) -> bool:
+    """Give groups that a forward has changed the values that they have at rest.
+
+    Returns:
+        As `_undo_changes`, for all of them.
+    """
+    undone = True
+    for group in groups:
+        parts.access.enter(group)
+        undone &= _undo_changes(parts, group)
+        parts.access.leave(group)
+    parts.access.release(groups)
+    return undone
+
+
 def _undo_changes(parts: Assembly, index: int) -> bool:
     """Give a group on the device its parameters back, with the values that it has at rest.
 
