@@ -166,8 +166,9 @@ def test_what_torch_keeps_per_thread_is_that_of_the_caller() -> None:
     assert seen == [(torch.bfloat16, False, torch.device("meta"))] * 2
 
 
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
 @pytest.mark.parametrize("update", ["forward", "backward"])
-def test_a_loss_may_read_weights_and_call_modules(update: str, tmp_path: Path) -> None:
+def test_a_loss_may_read_weights_and_call_modules(update: str, schedule: str, tmp_path: Path) -> None:
     def penalized(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
         block, norm = model.get_submodule("inner.blocks.0"), model.get_submodule("inner.norm")
         spread = norm(block(torch.linspace(-1, 1, WIDTH).expand(1, 2, WIDTH))).pow(3).mean()
@@ -181,7 +182,7 @@ def test_a_loss_may_read_weights_and_call_modules(update: str, tmp_path: Path) -
     with Engine(model, everything_moves(tmp_path, update), AdamWConfig(lr=1e-3), update=update) as engine:
         for step in range(steps):
             given = batches[step * MICRO_BATCHES :][:MICRO_BATCHES]
-            report = engine.train_step(given, lambda loss: penalized(model, loss), "vertical")
+            report = engine.train_step(given, lambda loss: penalized(model, loss), schedule)
             assert report.grad_norm is None or report.grad_norm == pytest.approx(expected.norms[step], rel=1e-4)
         for name, weight in engine.state_dict().items():
             torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-5)

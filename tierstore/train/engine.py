@@ -200,7 +200,8 @@ class Engine:
 
         Args:
             batches: mappings become keyword arguments of the model, anything else its first argument.
-            loss_of: makes the loss from the model's output, in the thread of that forward; None takes its `.loss`.
+            loss_of: makes the loss from the model's output, in the thread of that forward, and may read weights; None
+                takes its `.loss`.
             schedule: "horizontal": one micro-batch after the other, with the activations of one. "vertical": all of
                 them side by side, so that weights are fetched once per pass, with the activations and outputs of all.
                 Gradients agree to rounding, and dropout draws other numbers. Several calls of the model run at once,

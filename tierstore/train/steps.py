@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,20 +57,16 @@ class Steps:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-
-        def run() -> Any:
-            with self._parts.hooks.watching():
-                return self._parts.model(*args, **kwargs)
-
-        return self._forward(run)
+        return self._forward(lambda: self._parts.model(*args, **kwargs))
 
     def _forward(self, run: Callable[[], Any], count: int = 1) -> Any:
         """Run a forward: `run` calls the model `count` times."""
         parts = self._parts
         self._order.refuse_broken()
+        if parts.access.is_inside:  # called by `train_step`, by a loss, or by a hook: a part of that pass
+            with parts.hooks.watching():
+                return run()
         parts.groups.refuse_newcomers(parts.model)
-        if parts.access.is_inside:  # called by a loss of forwards side by side, or by a hook: a part of that pass
-            return run()
         self._order.refuse_after_backward("another forward")
         trains = torch.is_grad_enabled()
         if trains:
@@ -86,7 +83,7 @@ class Steps:
         parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
         try:
             parts.access.begin_forward()
-            with self._meters.phase("forward") if trains else self._meters.outside():
+            with self._meters.phase("forward") if trains else self._meters.outside(), parts.hooks.watching():
                 output = run()
             parts.driver.check_begun()
             parts.groups.check_kept_views(is_resumed=parts.is_resumed)
@@ -202,8 +199,9 @@ class Steps:
                     return engine.step()
                 for position, batch in enumerate(batches):
                     is_last = position == len(batches) - 1
+                    run = partial(loss_of_batch, engine, batch)  # in forward: the loss, too, may read weights
                     with contextlib.nullcontext() if is_last else engine.no_sync():
-                        engine.backward(self._noted(loss_of_batch(engine, batch)) / len(batches))
+                        engine.backward(self._noted(self._forward(run)) / len(batches))
                 return engine.step()
         except BaseException as error:
             self._give_up(engine, error, has_others=has_others)
