@@ -75,6 +75,19 @@ def test_dropout_is_found_by_the_many_names_that_it_has(tmp_path: Path, values: 
     assert (rates | {0.25}, len(found)) == ({0.25}, 2)
 
 
+@pytest.mark.parametrize("kind", ["roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta",
+                                  "xlm-roberta-xl", "xmod", "bert"])  # fmt: skip
+def test_a_model_runs_at_its_context_and_not_beyond(tmp_path: Path, kind: str) -> None:
+    """Positions of most of these begin after the number of their padding."""
+    values = TINY | {"model_type": kind, "is_decoder": True, "pad_token_id": 3, "default_language": "en_XX"}
+    given = presets.file_configuration(_write(tmp_path / "config.json", values))
+    model, context = presets.build(given, Precision.FP32), presets.context_length(given)
+    assert context is not None
+    model(input_ids=torch.full((1, context), 7))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, context + 1), 7))
+
+
 def test_only_rates_are_set_to_the_dropout() -> None:
     configuration = presets.preset_configuration(Preset.P25M)
     configuration.classifier_dropout, configuration.has_dropout, configuration.layerdrop = None, True, 0.1

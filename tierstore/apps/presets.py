@@ -21,6 +21,10 @@ from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.errors import ConfigError, first_line
 from tierstore.garbage import loading
 
+_BEGIN_AFTER_PADDING = {
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"
+}  # fmt: skip
+"""Causal LMs of `transformers` whose first position is the number of their padding token + 1."""
 _TORCH_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
 
@@ -99,8 +103,11 @@ def build(configuration: Any, precision: Precision) -> nn.Module:
 
 def context_length(configuration: Any) -> int | None:
     """Positions that the model can tell apart; None when the configuration sets no bound."""
-    value = getattr(_text(configuration), "max_position_embeddings", None)
-    return value if isinstance(value, int) and value > 0 else None
+    text = _text(configuration)
+    value = getattr(text, "max_position_embeddings", None)
+    if not isinstance(value, int) or value <= 0:
+        return None
+    return value - (text.pad_token_id + 1 if text.model_type in _BEGIN_AFTER_PADDING else 0)
 
 
 def vocabulary_size(configuration: Any) -> int:
