@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -142,6 +143,21 @@ class ScaledModel(TinyModel):
         return super().forward(tokens) * self.scale.mean(0)
 
 
+class Borrowing(TinyModel):
+    """A block uses a weight of another module together with one of its own, which the module tree does not tell."""
+
+    def __init__(self, *, own_first: bool) -> None:
+        super().__init__()
+        self.other = nn.Linear(96, 64)
+        up = cast("Block", self.blocks[1]).up
+
+        def scaled(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+            weights = [up.weight, self.other.weight] if own_first else [self.other.weight, up.weight]
+            return inputs[0] * nn.functional.linear(*weights).mean()
+
+        up.register_forward_pre_hook(scaled)
+
+
 class AdaptedBlocks(TinyModel):
     """Backward recomputes each block, of frozen and trained weights: it needs all weights of the block at once."""
 
@@ -200,6 +216,23 @@ class TestBudgets:
             record = run.engine.record()  # from which `tune` places
         gradient = max(need.device_bytes for need in record.groups if need.trainable)
         assert record.acquired_bytes == gpu - gradient
+
+    @pytest.mark.parametrize("own_first", [False])
+    def test_a_model_that_uses_weights_of_other_modules_in_a_block_is_told_how_much_more_it_needs(
+        self, own_first: bool, tmp_path: Path
+    ) -> None:
+        def opened_with(gpu: int) -> AbstractContextManager[resuming.Run]:
+            return opened(way, tmp_path, gpu_memory=gpu, cpu_memory=cpu, model=Borrowing(own_first=own_first))
+
+        way, model = Way("forward", width=96), Borrowing(own_first=own_first)
+        message = refuse(BudgetError, tmp_path, way, gpu_memory=1, cpu_memory=1, model=model)
+        assert message.endswith("blocks that read weights of other modules need more gpu_memory")
+        gpu, cpu = numbers(message)
+        with opened_with(gpu) as run, pytest.raises(BudgetError, match="raise gpu_memory by") as refused:
+            run.step()
+        (more,) = re.findall(rf"raise gpu_memory by (\d+) B \(it is {gpu} B\)", str(refused.value))
+        with opened_with(gpu + int(more)) as run:
+            run.until(2)
 
     def test_a_list_that_nobody_calls_holds_no_weights(self, tmp_path: Path) -> None:
         model = TinyModel()

@@ -84,13 +84,18 @@ def place(request: Request) -> Placement:
 
 def too_small(request: Request, budgets: Sequence[tuple[str, int, int]]) -> str:
     """The message about budgets that are too small, each with its name, its size and the smallest that fits, which is
-    also given in whole MiB, as a user writes it."""
+    also given in whole MiB, as a user writes it.
+
+    What the request says of groups that are needed together may be less than what the model uses together.
+    """
     short = [
         f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({-(-need // 2**20)}MiB)"
         for name, have, need in budgets
     ]
     is_cpu_short = any(name == "cpu_memory" for name, _, _ in budgets)
     hint = "" if request.nvme or not is_cpu_short else "; with an nvme directory less cpu_memory is needed"
+    if any(name == "gpu_memory" for name, _, _ in budgets):
+        hint += "; blocks that read weights of other modules need more gpu_memory"
     return "; ".join(short) + hint
 
 
