@@ -1024,6 +1024,10 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero.py::test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained",
     ),
     Mutation(
+        "weights of one call do not make way for each other", "train/guard.py OffloadedParameter.__torch_function__",
+        "values * 2", "train/test_bad_input.py::TestBudgets", "values",
+    ),
+    Mutation(
         "weights that are set are gathered again", "train/whole.py _restore",
         "parts.access.weights_changed(groups)", VIEWED,
     ),

@@ -217,7 +217,7 @@ class TestBudgets:
         gradient = max(need.device_bytes for need in record.groups if need.trainable)
         assert record.acquired_bytes == gpu - gradient
 
-    @pytest.mark.parametrize("own_first", [False])
+    @pytest.mark.parametrize("own_first", [True, False])
     def test_a_model_that_uses_weights_of_other_modules_in_a_block_is_told_how_much_more_it_needs(
         self, own_first: bool, tmp_path: Path
     ) -> None:

@@ -122,7 +122,8 @@ class OffloadedParameter(nn.Parameter):
         entered: list[tuple[Access, int]] = []
         try:
             if func not in _HARMLESS:
-                for value in _leaves((*args, *kwargs.values())):
+                values = list(_leaves((*args, *kwargs.values())))
+                for value in values * 2:  # a group that comes may take the place of one that was there
                     if isinstance(value, OffloadedParameter):
                         gate, group = value._tierstore_access  # type: ignore[attr-defined]
                         access: Access = gate.access
