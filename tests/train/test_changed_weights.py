@@ -491,6 +491,24 @@ def test_recurrent_weights_stay_with_their_group(tmp_path: Path, monkeypatch: py
     assert "flatten_parameters" not in vars(model.cells)
 
 
+def test_a_method_of_the_model_may_read_what_is_gathered(tmp_path: Path) -> None:
+    batch = torch.zeros(1, 4, dtype=torch.long)
+    with opened(WAY, tmp_path) as run, torch.no_grad():
+        model = run.engine.model.eval()
+
+        def generate() -> torch.Tensor:
+            return model(batch) + model.get_parameter(NAME).sum()
+
+        for _ in range(2):
+            with pytest.raises(GraphError, match=rf"was read .* `with engine.gathered\(\['{re.escape(NAME)}'\]\):`"):
+                generate()
+            with run.engine.gathered([NAME]):
+                found = generate()
+            assert torch.equal(found, run.engine(batch) + run.engine.state_dict()[NAME].sum())
+            with torch.enable_grad():
+                run.step()
+
+
 def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path: Path) -> None:
     with opened(WAY, tmp_path) as run:
         run.step()

@@ -214,8 +214,9 @@ class DeviceAccess:
                     f"`with engine.gathered([{name!r}], modify=True):`, or all weights by engine.load_state_dict(...)"
                 )
             raise GraphError(
-                f"{name} was read while it is not on the device; call engine(...) and not the model, read it inside "
-                f"`with engine.gathered([{name!r}]):`, or all weights by engine.state_dict() or engine.export(...)"
+                f"{name} was read while it is not on the device; read it inside `with engine.gathered([{name!r}]):`, "
+                "as model.generate() may, too, or all weights by engine.state_dict() or engine.export(...); to train "
+                "and to evaluate call engine(...) and not the model"
             )
         self._tell_if_late(group)
         self.enter(group)
