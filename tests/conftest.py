@@ -83,6 +83,18 @@ def _commands_are_built_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_seeds_for_missing_devices() -> Iterator[None]:
+    """Torch would keep them with the stack of their caller, whose text takes 1.5 ms in each `torch.manual_seed`."""
+    import torch  # here: it takes seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            if not devices.is_available():
+                patch.setattr(devices, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _small_groups_stand_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers copy the groups of small test models, as they copy those of real models, instead of the caller."""
