@@ -71,9 +71,9 @@ def delayed(
     return losses, state
 
 
-def test_delayed_is_one_step_stale(disk_path: Path) -> None:
+def test_delayed_is_one_step_stale(tmp_path: Path) -> None:
     expected = stale_loop()
-    losses, _ = delayed(disk_path / "store", "64MiB", [])
+    losses, _ = delayed(tmp_path / "store", "64MiB", [])
     assert losses == pytest.approx(expected, rel=1e-5)
     assert expected[0] != expected[2]
 
@@ -86,10 +86,10 @@ def in_memory() -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("cpu_memory", ["64MiB", "4MiB"])
 @pytest.mark.parametrize("cuts", [[], [1, 4]])
 def test_delayed_is_the_same_on_disk_and_after_a_resume(
-    in_memory: tuple[list[float], dict[str, torch.Tensor]], disk_path: Path, cpu_memory: str, cuts: list[int]
+    in_memory: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path, cpu_memory: str, cuts: list[int]
 ) -> None:
     losses, weights = in_memory
-    again, stored = delayed(disk_path / "store", cpu_memory, cuts)
+    again, stored = delayed(tmp_path / "store", cpu_memory, cuts)
     assert again == losses
     assert all(torch.equal(weights[name], stored[name]) for name in weights)
 
@@ -114,33 +114,33 @@ class SlowSync(Backend):
 
 
 def test_a_generation_keeps_its_pending_gradients_until_it_is_published(
-    disk_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spilled gradients of the step after the next go to the same pack, while the commit may still be under way."""
-    expected, _ = delayed(disk_path / "whole", "5900KiB", [])
+    expected, _ = delayed(tmp_path / "whole", "5900KiB", [])
     copies: dict[int, Path] = {}
     publish = Manifests.publish
 
     async def publish_and_copy(self: Manifests, generation: Generation, noted: Captured | None = None) -> None:
         await publish(self, generation, noted)
-        copies[generation.number] = disk_path / f"killed{generation.number}"  # what SIGKILL would leave now
+        copies[generation.number] = tmp_path / f"killed{generation.number}"  # what SIGKILL would leave now
         shutil.copytree(self.directory, copies[generation.number], ignore=shutil.ignore_patterns("lock"))
 
     with monkeypatch.context() as patch:
         patch.setattr(Manifests, "publish", publish_and_copy)
-        delayed(disk_path / "slow", "5900KiB", [], SlowSync())
+        delayed(tmp_path / "slow", "5900KiB", [], SlowSync())
     assert len(copies) == STEPS + 1
     for number, copy in copies.items():
         assert delayed(copy, "5900KiB", [])[0] == expected[number:]
 
 
-def test_only_pending_gradients_come_back(disk_path: Path) -> None:
+def test_only_pending_gradients_come_back(tmp_path: Path) -> None:
     """A group without a gradient in the step after a resume counts nothing in its norm."""
 
     def norms(name: str, cuts: list[int]) -> list[float | None]:
         found = []
         for stop in [*cuts, 6]:
-            tiers = TierConfig(gpu_memory="2MiB", cpu_memory="64MiB", nvme=[disk_path / name])
+            tiers = TierConfig(gpu_memory="2MiB", cpu_memory="64MiB", nvme=[tmp_path / name])
             with Engine(SkipsBlock(), tiers, update="delayed", max_grad_norm=CLIP, resume="auto") as engine:
                 while engine.step_count < stop:
                     engine.backward(engine(torch.ones(2, 8), skips=engine.step_count in (2, 3)).pow(2).mean())
@@ -163,8 +163,8 @@ class SkipsBlock(torch.nn.Module):
         return x
 
 
-def test_pending_gradients_are_not_lost_to_another_schedule(disk_path: Path) -> None:
-    tiers = TierConfig(gpu_memory="2MiB", cpu_memory="64MiB", nvme=[disk_path / "store"])
+def test_pending_gradients_are_not_lost_to_another_schedule(tmp_path: Path) -> None:
+    tiers = TierConfig(gpu_memory="2MiB", cpu_memory="64MiB", nvme=[tmp_path / "store"])
     batch = runs.tokens(1)[0]
 
     def step(update: str, resume: str) -> int:
@@ -211,9 +211,9 @@ def three_steps(store: Path, cpu_memory: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cpu_memory", ["64MiB", "4MiB"])
-def test_pending_gradients_are_applied_without_a_step(disk_path: Path, cpu_memory: str) -> None:
+def test_pending_gradients_are_applied_without_a_step(tmp_path: Path, cpu_memory: str) -> None:
     """As the next step would apply them; then the store opens with any schedule, and delayed can also go on."""
-    store = disk_path / "store"
+    store = tmp_path / "store"
     expected = three_steps(store, cpu_memory)
     with engine_of(store, "delayed", cpu_memory) as engine:
         engine.apply_pending()
@@ -236,8 +236,8 @@ def test_pending_gradients_are_applied_without_a_step(disk_path: Path, cpu_memor
     assert all(torch.equal(resumed[name], after[name]) for name in after)
 
 
-def test_pending_gradients_are_not_lost_while_they_are_applied(disk_path: Path) -> None:
-    store, broken = disk_path / "store", disk_path / "broken"
+def test_pending_gradients_are_not_lost_while_they_are_applied(tmp_path: Path) -> None:
+    store, broken = tmp_path / "store", tmp_path / "broken"
     expected = three_steps(store, SMALL)
     failed = 0
 
@@ -273,8 +273,8 @@ class CountsManifests(Backend):
         return super()._call_pwrite(descriptor, view, offset, path)
 
 
-def test_going_back_to_pending_gradients_and_from_what_holds_none(disk_path: Path) -> None:
-    store = disk_path / "store"
+def test_going_back_to_pending_gradients_and_from_what_holds_none(tmp_path: Path) -> None:
+    store = tmp_path / "store"
     expected = three_steps(store, "64MiB")
     with engine_of(store, "delayed") as engine:
         engine.apply_pending()
@@ -297,8 +297,8 @@ def test_going_back_to_pending_gradients_and_from_what_holds_none(disk_path: Pat
     assert not list(store.glob("gradients*"))  # both remaining generations are of this run
 
 
-def test_gradients_that_another_schedule_spills_are_not_those_of_the_generation_before(disk_path: Path) -> None:
-    store = disk_path / "store"
+def test_gradients_that_another_schedule_spills_are_not_those_of_the_generation_before(tmp_path: Path) -> None:
+    store = tmp_path / "store"
     expected = three_steps(store, "2MiB")
     with engine_of(store, "delayed", "2MiB") as engine:
         engine.apply_pending()
@@ -340,10 +340,10 @@ class SlowLoad(Backend):
         return moved
 
 
-def test_weights_on_their_way_are_not_those_of_before(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_on_their_way_are_not_those_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "VOCABULARY", 512)  # so that the embedding is a group as large as others
     gpu, cpu = runs.smallest_budgets(runs.tiny(tied=False), nvme=["unused"], update="delayed")
-    tiers = TierConfig(gpu_memory=gpu + 760_000, cpu_memory=cpu + 500_000, nvme=[disk_path / "store"])
+    tiers = TierConfig(gpu_memory=gpu + 760_000, cpu_memory=cpu + 500_000, nvme=[tmp_path / "store"])
     backend, plain = SlowLoad(), runs.tiny(tied=False)
     first, second = runs.tokens(2)
     with Engine(runs.tiny(tied=False), tiers, AdamWConfig(lr=1e-2), update="delayed", backend=backend) as engine:
@@ -364,9 +364,9 @@ def test_weights_on_their_way_are_not_those_of_before(disk_path: Path, monkeypat
     assert found == pytest.approx(runs.next_token_loss(plain, second).item(), rel=1e-5)
 
 
-def test_pending_gradients_and_what_is_in_hand(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_gradients_and_what_is_in_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes in progress are not overwritten, older graphs are refused, and a failed commit is told again."""
-    with engine_of(disk_path / "store", "delayed") as engine:
+    with engine_of(tmp_path / "store", "delayed") as engine:
         step_once(engine)
         for modify in (False, True):
             with (
@@ -394,8 +394,8 @@ async def failing_publish(self: Manifests, generation: Generation, noted: Captur
     raise StorageError("not today")
 
 
-def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(disk_path: Path) -> None:
-    tiers = TierConfig(gpu_memory="2MiB", cpu_memory="5900KiB", nvme=[disk_path / "store"])
+def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(tmp_path: Path) -> None:
+    tiers = TierConfig(gpu_memory="2MiB", cpu_memory="5900KiB", nvme=[tmp_path / "store"])
     with Engine(runs.tiny(), tiers, AdamWConfig(), update="delayed") as engine:
         parts = engine._parts
         gradients = parts.store.gradients[0]
