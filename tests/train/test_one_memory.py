@@ -22,30 +22,30 @@ def expected() -> Run:
 
 
 @pytest.mark.parametrize("memory", ["smallest", "5MiB", "64MiB"])
-def test_it_trains_as_with_two_budgets(memory: str, expected: Run, disk_path: Path) -> None:
+def test_it_trains_as_with_two_budgets(memory: str, expected: Run, tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="cpu_memory of 1 B is too small") as refusal:
-        Engine(tiny(), disk(disk_path, cpu_memory=1), max_grad_norm=1.0)
+        Engine(tiny(), disk(tmp_path, cpu_memory=1), max_grad_norm=1.0)
     assert "gpu_memory" not in str(refusal.value)
     if memory == "smallest":
         memory = re.findall(r"fits is (\d+) B", str(refusal.value))[0]
-    train(tiny(), tokens(4), disk(disk_path, cpu_memory=memory), max_grad_norm=1.0).check_equal(expected)
+    train(tiny(), tokens(4), disk(tmp_path, cpu_memory=memory), max_grad_norm=1.0).check_equal(expected)
 
 
-def test_a_store_goes_on_with_one_budget_or_two(expected: Run, disk_path: Path) -> None:
+def test_a_store_goes_on_with_one_budget_or_two(expected: Run, tmp_path: Path) -> None:
     two, one = ({"gpu_memory": "2MiB", "cpu_memory": "3MiB"}, {"cpu_memory": "5MiB"})
     losses = []
     for batches, memory in zip((tokens(4)[:1], tokens(4)[1:3], tokens(4)[3:]), (two, one, two)):
-        run = train(tiny(), batches, disk(disk_path, **memory), max_grad_norm=1.0, resume="auto")
+        run = train(tiny(), batches, disk(tmp_path, **memory), max_grad_norm=1.0, resume="auto")
         losses += run.losses
     assert losses == expected.losses
     assert all(weight.equal(run.weights[name]) for name, weight in expected.weights.items())
 
 
-def test_a_gpu_tier_that_is_told_holds_what_was_to_be_read(disk_path: Path) -> None:
+def test_a_gpu_tier_that_is_told_holds_what_was_to_be_read(tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as refusal:
-        Engine(tiny(blocks=6), disk(disk_path, cpu_memory=1), max_grad_norm=1.0)
+        Engine(tiny(blocks=6), disk(tmp_path, cpu_memory=1), max_grad_norm=1.0)
     least = re.findall(r"fits is (\d+) B", str(refusal.value))[0]
-    tiers = disk(disk_path, cpu_memory=least)
+    tiers = disk(tmp_path, cpu_memory=least)
     with (
         Engine(tiny(blocks=6), tiers, max_grad_norm=1.0) as engine,
         pytest.raises(BudgetError) as refusal,
@@ -53,7 +53,7 @@ def test_a_gpu_tier_that_is_told_holds_what_was_to_be_read(disk_path: Path) -> N
     ):
         pass
     gpu_memory = re.findall(r"give a gpu_memory of (\d+) B", str(refusal.value))[0]
-    tiers = disk(disk_path, cpu_memory=least, gpu_memory=gpu_memory)
+    tiers = disk(tmp_path, cpu_memory=least, gpu_memory=gpu_memory)
     with Engine(tiny(blocks=6), tiers, max_grad_norm=1.0, resume="must") as engine, engine.gathered("blocks"):
         assert engine.model.blocks[5].up.weight.abs().max() > 0
 

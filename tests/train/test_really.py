@@ -230,9 +230,9 @@ def cached_share(path: Path) -> float:
     [("step", "6MiB"), ("forward", "6MiB"), ("forward", "12MiB"), ("backward", "6MiB"), ("backward", "12MiB"),
      ("speculative", "6MiB"), ("delayed", "12MiB")],
 )  # fmt: skip
-def test_no_tier_exceeds_its_budget_at_any_moment(disk_path: Path, update: str, cpu_memory: str) -> None:
+def test_no_tier_exceeds_its_budget_at_any_moment(tmp_path: Path, update: str, cpu_memory: str) -> None:
     gpu_bytes = 4 * GROUP_BYTES
-    tiers = TierConfig(gpu_memory=gpu_bytes, cpu_memory=cpu_memory, nvme=[disk_path / "store"], bandwidth=RATES)
+    tiers = TierConfig(gpu_memory=gpu_bytes, cpu_memory=cpu_memory, nvme=[tmp_path / "store"], bandwidth=RATES)
     tracer = Tracer(time.perf_counter)
     clip = None if update == "backward" else 1.0
     with Engine(model(), tiers, update=update, max_grad_norm=clip, tracer=tracer) as engine:
@@ -275,7 +275,7 @@ class SlowDisk(Backend):
         return count
 
 
-def test_a_disk_ten_times_slower_changes_the_depth_of_the_running_engine(disk_path: Path) -> None:
+def test_a_disk_ten_times_slower_changes_the_depth_of_the_running_engine(tmp_path: Path) -> None:
     """Two large blocks of 1.05 MB, of which one fits, and before each of them three small blocks of 4 ms.
 
     At 1 GB/s the read of a large block (1 ms) hides behind one small block, at 0.1 GB/s (10 ms) it takes all three.
@@ -291,7 +291,7 @@ def test_a_disk_ten_times_slower_changes_the_depth_of_the_running_engine(disk_pa
     for block in net.blocks:
         block.register_forward_hook(lambda *_: disk.compute(0.004))
         block.register_full_backward_hook(lambda *_: disk.compute(0.004))
-    tiers = TierConfig(gpu_memory=GROUP_BYTES * 3 // 2, cpu_memory="1MiB", nvme=[disk_path / "store"])
+    tiers = TierConfig(gpu_memory=GROUP_BYTES * 3 // 2, cpu_memory="1MiB", nvme=[tmp_path / "store"])
     with Engine(net, tiers, update="step", max_grad_norm=1.0, backend=disk, clock=disk.clock) as engine:
         fast = [report.prefetch_depth for report in steps(engine, 5)]
         disk.bytes_per_s /= 10
