@@ -273,6 +273,8 @@ def images(
 ) -> Iterator[Image]:
     """What power cuts leave before, between and after all changes; equal images only once.
 
+    A cut after several writes may leave what a cut between them leaves, so only the last of them has draws.
+
     Args:
         instants: numbers of changes before the cut; None: all.
         told: the numbers of changes after which a caller was told that something is there.
@@ -282,7 +284,8 @@ def images(
     for at in range(len(journal) + 1):
         if at:
             disk.apply(journal[at - 1])
-        for chosen in (None, *[draw] * draws) if instants is None or at in instants else ():
+        is_between = [change.kind for change in journal[max(at - 1, 0) : at + 1]] == ["write", "write"]
+        for chosen in (None, *[draw] * (0 if is_between else draws)) if instants is None or at in instants else ():
             known = disk.known + sum(at >= end for end in told)
             image = Image(at, known, disk.after_cut(chosen))
             identity = (image.known, hash(frozenset(image.files.items())))
