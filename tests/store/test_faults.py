@@ -35,14 +35,15 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A way to train, the states that it passes through, and the indices of its system calls."""
     way, clean = WAYS[request.param], FaultyBackend()
     train(way, tmp_path_factory.mktemp("clean"), clean)
-    # All ways make a store by the same calls, up to its first manifest, and close it by the same calls, after its last
-    # one. The first step makes calls of its own only on the disk, and there the second makes none that the first does
-    # not make. So it is enough to try making, closing and, for each way, one of the steps.
+    # All ways make a store by the same calls, up to its first manifest, close it by the same calls, after its last one,
+    # and write what a step captures by the same calls. The first step makes calls of its own only on the disk, and
+    # there the second makes none that the first does not make. So it is enough to try making, capturing, closing and,
+    # for each way, the rest of one of the steps.
     made, stepped, last = (call for call, name in clean.renamed if name.startswith("manifest"))
-    end = len(clean.calls)
+    captured, end = max(call for call, name in clean.renamed if name.startswith("captured")), len(clean.calls)
     calls = {"memory": [*range(made), *range(stepped, last)], "disk": [*range(made, stepped), *range(last, end)]}
     states = expected_states(way, tmp_path_factory.mktemp("expected"), STEPS)
-    return way, states, calls.get(request.param, [*range(stepped, last)])
+    return way, states, calls.get(request.param, [*range(captured, last)])
 
 
 def test_an_error_at_every_call_is_raised_and_loses_nothing(case: Case, tmp_path: Path) -> None:
