@@ -247,6 +247,18 @@ def test_another_default_device_is_not_that_of_the_state(dtype):
     torch.testing.assert_close(master, torch.zeros(8), atol=1e-3, rtol=0)
 
 
+def test_reading_a_master_changes_no_state():
+    """Not even while the parameter has other weights for a while, as averaged ones in an evaluation."""
+    optimizer, (parameter,) = optimizer_of(parameters_of(torch.float16, shapes=[(1000,)]))
+    [kept] = train(optimizer, [parameter], 2)
+    master = optimizer.read_master(parameter)
+    with torch.no_grad():
+        parameter.fill_(0.5)
+        assert torch.equal(optimizer.read_master(parameter), torch.full((1000,), 0.5))
+        parameter.copy_(kept)
+    assert torch.equal(optimizer.read_master(parameter), master)
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_another_default_dtype_is_not_that_of_the_state(default):
     """In bf16 the count of steps would stay 256 for ever, and so would the bias correction."""

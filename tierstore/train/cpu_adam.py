@@ -14,7 +14,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
 
@@ -192,11 +192,11 @@ class CPUAdam(torch.optim.Optimizer):
         """A copy of the fp32 master of a parameter; before its first step, the parameter itself in fp32."""
         if not self.state.get(parameter):
             return parameter.detach().to(torch.float32, copy=True)
-        weights = parameter.detach().contiguous()
         out = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         dtype, views = DTYPES[parameter.dtype], _views(self.state[parameter])
-        adopt_weights(dtype, _array(weights), views, 0, weights.numel())
-        read_master_views(dtype, _array(weights), views, _array(out))
+        weights, master = _array(parameter.detach().contiguous()), _array(out)
+        read_master_views(dtype, weights, views, master)
+        adopt_weights(dtype, weights, replace(views, complement=master), 0, weights.size)  # in the copy only
         return out
 
     def close(self) -> None:
