@@ -209,8 +209,12 @@ def test_modules_come_back_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn]
-)
+    "dtype",
+    [
+        torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    ],
+)  # fmt: skip
 def test_tensors_come_back_as_they_were(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0.0, 1.5], [-2.0, float("inf")]]).to(dtype)
     found = with_tensors(plain({"nested": [tensor]}))["nested"][0]

@@ -21,7 +21,8 @@ from tierstore.pack.checked import list_of, mapping_of, number_of, object_of
 
 _AS_INTEGERS = {
     torch.bfloat16: torch.int16, torch.float16: torch.int16,
-    torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.float8_e8m0fnu: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8, torch.float8_e5m2fnuz: torch.uint8,
 }  # fmt: skip
 
 _CAPTURED: Mapping[str, type | tuple[type, ...]] = {
