@@ -345,6 +345,15 @@ def test_a_gradient_that_is_gone_is_not_called_sparse(alone: object) -> None:
         reducer.backward(module(torch.ones(1, 2)).sum())
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch gives gradients no dtype of their own")
+def test_a_gradient_of_another_dtype_is_named(alone: object) -> None:
+    module = nn.Linear(2, 2).bfloat16()
+    module.weight.grad_dtype = torch.float32
+    said = r"weight is torch.float32, and the parameter torch.bfloat16, because"
+    with GradientReducer(module) as reducer, pytest.raises(GraphError, match=said):
+        reducer.backward(module(torch.ones(1, 2).bfloat16()).sum())
+
+
 class GivesWeight(nn.Module):
     """One of its outputs is a parameter, and a function of its has an attribute `variable`, as nodes of autograd do."""
 

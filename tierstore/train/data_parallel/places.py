@@ -162,12 +162,17 @@ class Places:
         return self.sets[1] if self._is_delayed and self.current is self.sets[0] else self.sets[0]
 
     def _checked(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
-            if gradient is None:
-                why = "was taken away by a hook that ran before the reducer's"
-            else:
-                why = "was made by create_graph=True" if gradient.requires_grad else "is sparse"
-            raise GraphError(f"the gradient of {self._names[index]} {why}: that cannot be reduced in a bucket")
-        if self._is_delayed and gradient is self.shown.views[index]:
+        own = self._parameters[index].dtype
+        if gradient is None:
+            why = "was taken away by a hook that ran before the reducer's"
+        elif gradient.requires_grad:
+            why = "was made by create_graph=True"
+        elif gradient.layout is not torch.strided:
+            why = "is sparse"
+        elif gradient.dtype is not own:
+            why = f"is {gradient.dtype}, and the parameter {own}, because somebody has set its grad_dtype"
+        elif self._is_delayed and gradient is self.shown.views[index]:
             raise GraphError(_NOT_ZEROED)
-        return gradient
+        else:
+            return gradient
+        raise GraphError(f"the gradient of {self._names[index]} {why}: that cannot be reduced in a bucket")
