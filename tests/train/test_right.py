@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tierstore.errors import ConfigError
 from tierstore.train import whole
 from tierstore.train.cpu_adam import CPUAdam
 from tierstore.train.engine import Engine
+from tierstore.train.optimizer import clip_coefficient
 
 STEPS = 5
 SCHEDULES = [("forward", 1.0), ("speculative", 1.0), ("step", 1.0), ("backward", None), ("step", None)]
@@ -58,6 +60,16 @@ def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
         engine.load_state_dict(engine.state_dict())
         engine.export(tmp_path / "out")
         assert {one.device.type for one in engine.state_dict().values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_clips_as_in_torch(bad: float) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([bad, 1.0, -2.0])
+    given = weight.grad.clone()
+    norm = float(nn.utils.clip_grad_norm_([weight], 0.5))
+    _, clip = clip_coefficient(norm**2, 1.0, 0.5)
+    torch.testing.assert_close(given * clip, weight.grad, equal_nan=True)
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "speculative"])

@@ -354,9 +354,10 @@ def _kept_parts(spec: GroupSpec, option_group: Mapping[str, int]) -> Iterator[_K
 def clip_coefficient(square_sum: float, scale: float, max_norm: float | None) -> tuple[float, float]:
     """The gradient norm without the loss scale, and the factor that brings it to at most `max_norm`.
 
-    Source: `torch.nn.utils.clip_grad_norm_`, which adds 1e-6 to the norm.
+    Source: `torch.nn.utils.clip_grad_norm_`, which adds 1e-6 to the norm. As there, an infinite norm makes all finite
+    gradients zero, and one that is NaN makes all gradients NaN.
     """
     norm = math.sqrt(square_sum) / scale if square_sum >= 0 else math.nan
-    if max_norm is None or not math.isfinite(norm):
+    if max_norm is None:
         return norm, 1.0
-    return norm, min(1.0, max_norm / (norm + 1e-6))
+    return norm, min(max_norm / (norm + 1e-6), 1.0)  # in this order NaN stays NaN
