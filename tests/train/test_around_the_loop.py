@@ -191,6 +191,11 @@ def test_gathered_modifies(update: str, clip: float | None, dtype: torch.dtype, 
         assert torch.equal(after["blocks.0.up.weight"][:5], torch.full((5, 96), 0.5))
         assert torch.equal(after["blocks.0.up.weight"][5:], before["blocks.0.up.weight"][5:])
         assert torch.equal(after["blocks.0.down.weight"], before["blocks.0.down.weight"])
+        for zero in (0.0, -0.0):
+            with engine.gathered(["blocks.0.up.bias"], modify=True), torch.no_grad():
+                engine.model.blocks[0].up.bias[0] = zero
+            after = engine.state_dict()
+            assert str(after["blocks.0.up.bias"][0].item()) == str(zero)
         with torch.no_grad():
             changed = next_token_loss(engine, tokens(1)[0]).item()
         expected = tiny(dtype)

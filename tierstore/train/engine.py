@@ -371,8 +371,8 @@ class Engine:
         """Parameters on the device, for reading outside of forward; with `modify` changes are kept.
 
         Several ranks all call it with the same names, and each gets what rank 0 has changed. An error undoes what the
-        block has changed. Where that is not possible, because somebody holds a view of weights of which other ranks
-        have parts, the engine refuses to go on: the other ranks may know nothing of the change.
+        block has changed, except in buffers. Where that is not possible, because somebody holds a view of weights of
+        which other ranks have parts, the engine refuses to go on: the other ranks may know nothing of the change.
 
         Args:
             names: of parameters, and of modules, which stand for all parameters below them; "" is the model.

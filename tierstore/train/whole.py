@@ -361,7 +361,8 @@ def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
             # Masters of all ranks are read, though only those that this rank keeps are written.
             for master in masters(parts, group, spec.start, spec.stop):
                 now = weights[start : start + len(master)]
-                kept = torch.where(as_trained(group.spec.dtype, master) == now, master, now.float())
+                is_kept = _bits(as_trained(group.spec.dtype, master)) == _bits(now)  # not by value: -0.0 equals 0.0
+                kept = torch.where(is_kept, master, now.float())
                 yield Piece(spec.name, start, kept)
                 start += len(master)
 
@@ -376,6 +377,10 @@ def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
     weights = np.empty(master.numel(), ELEMENT[dtype])
     init_state(dtype, master.numpy(), weights, np.empty(master.numel() * state_bytes_per_element(dtype), np.uint8))
     return torch.from_numpy(weights).view(TORCH_DTYPES[dtype])
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)
 
 
 def export(parts: Assembly, directory: Path) -> None:
