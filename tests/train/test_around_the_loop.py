@@ -530,6 +530,18 @@ def test_loaded_weights_are_trained_on_from(
         one_step(engine, tokens(1)[0])
 
 
+def test_what_is_loaded_as_bf16_is_kept_exactly_or_if_frozen_converted_as_torch_does(tmp_path: Path) -> None:
+    model = tiny(torch.bfloat16)
+    model.blocks[0].requires_grad_(False)
+    halfway = {name: value.view(torch.int16).int() * 2**16 | 2**15 for name, value in model.state_dict().items()}
+    given = {name: bits.view(torch.float32) for name, bits in halfway.items()}
+    with Engine(model, disk(tmp_path)) as engine:
+        engine.load_state_dict(given)
+        for name, value in engine.state_dict().items():
+            expected = given[name].bfloat16().float() if name.startswith("blocks.0.") else given[name]
+            assert torch.equal(value, expected), name
+
+
 # --- accumulation ---------------------------------------------------------------------------------------------------
 
 

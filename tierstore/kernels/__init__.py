@@ -27,6 +27,7 @@ def warm_up(dtypes: Iterable[str]) -> None:
         warm_up_adam([dtype])
         weights, gradient, state = _one_element(dtype)
         adam.init_state(dtype, np.zeros(1, np.float32), weights, state)
+        adam.narrow(dtype, np.zeros(1, np.float32), weights)
         stored = (np.zeros(compiled.XXH3_BLOCK_BYTES, np.uint8), np.zeros(compiled.XXH3_BLOCK_BYTES, np.uint8))
         for copy in (None, weights.copy()):
             adam.update(dtype, weights, state, gradient, 0, 1, _COEFFICIENTS, copy)

@@ -127,6 +127,13 @@ def view_state(dtype: str, state: Bytes) -> StateViews:
     return StateViews(second, third, first)
 
 
+def narrow(dtype: str, master: Floats, weights: Weights) -> None:
+    """Sets weights that have no state, rounded to nearest, ties to even (as torch casts)."""
+    check_arrays(dtype, weights, weights.size)
+    check_arrays("fp32", master, weights.size)
+    compiled.narrow(master, typed(dtype, weights))
+
+
 def init_state(dtype: str, master: Floats, weights: Weights, state: Bytes) -> None:
     """State before the first step: m = v = 0; weights and state hold `master`."""
     views = _matching_views(dtype, weights, state)
@@ -143,7 +150,7 @@ def write_master(dtype: str, master: Floats, weights: Weights, state: Bytes) -> 
         compiled.split_bf16(master, weights, views.complement)
     elif dtype == "fp16":
         views.complement[:] = master
-        compiled.narrow_fp16(master, typed(dtype, weights))
+        compiled.narrow(master, typed(dtype, weights))
     else:
         weights[:] = master
 

@@ -527,7 +527,7 @@ def join_bf16(weights: Array, residual: Array, master: Array) -> None:
 
 
 @compiled
-def narrow_fp16(master: Array, weights: Array) -> None:
+def narrow(master: Array, weights: Array) -> None:
     for i in range(master.size):
         weights[i] = round_even(weights[i], master[i])
 

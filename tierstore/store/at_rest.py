@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tierstore.io.memory import Bytes, Lease, Pool
 from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
+from tierstore.kernels.adam import init_state, narrow, read_master, state_bytes_per_element, write_master
 from tierstore.kernels.elements import elements_of, to_float
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
@@ -160,12 +160,13 @@ class ChunksAtRest:
     def _encode(self, group: int, master: Floats, weights: Bytes, state: Bytes, keep_moments: bool) -> None:
         spec = self._groups[group]
         flat = elements_of(weights, spec.dtype, len(master))
-        size = len(master) * state_bytes_per_element(spec.dtype)
-        # A frozen group has no state on its tiers; the state that the kernel makes is thrown away.
-        exact = state[:size] if spec.trainable else np.empty(size, np.uint8)
-        (write_master if keep_moments else init_state)(spec.dtype, master, flat, exact)
+        if spec.trainable:
+            size = len(master) * state_bytes_per_element(spec.dtype)
+            (write_master if keep_moments else init_state)(spec.dtype, master, flat, state[:size])
+            state[size:] = 0
+        else:
+            narrow(spec.dtype, master, flat)
         weights[flat.nbytes :] = 0
-        state[size:] = 0
 
     def _decode(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> Floats:
         spec = self._groups[group]
