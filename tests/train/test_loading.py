@@ -119,6 +119,29 @@ class Turning(Sampler[int]):
         self.step = state["step"]
 
 
+class Counting(Sampler[int]):
+    """Its state is how many it has given in its pass: all of them at the end."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.given = self.first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.given, self.first = self.first, 0
+        while self.given < self.count:
+            self.given += 1
+            yield self.given - 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["given"]
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: [torch.tensor(float(index)) for index in range(7)],
     "stream": lambda: Stream(7),
@@ -189,6 +212,21 @@ def test_a_run_resumed_between_passes(kind: str, passes: int) -> None:
         resumed.load_state_dict(position)
         restore_random_states(states)
     assert trained(resumed, 10)[0] == expected
+
+
+def test_a_position_between_passes_over_a_sampler_that_is_at_its_end_is_before_a_whole_pass() -> None:
+    def make() -> PrefetchingLoader[torch.Tensor]:
+        return PrefetchingLoader(DataLoader(Numbers(6), batch_size=2, sampler=Counting(6)))
+
+    torch.manual_seed(1)
+    loader = make()
+    assert len(list(loader)) == 3
+    position, states = loader.state_dict(), random_states()
+    expected, _ = trained(loader, 5)
+    resumed = make()
+    resumed.load_state_dict(position)
+    restore_random_states(states)
+    assert trained(resumed, 5)[0] == expected
 
 
 @pytest.mark.parametrize("killed_after", [2, 7])
@@ -546,7 +584,10 @@ def test_positions_that_do_not_fit() -> None:
     next(iter(sampled))
     with pytest.raises(ConfigError, match="counts 1 batches of 2 samples; with batches of 4"):
         others.load_state_dict(sampled.state_dict())
-    sampled.load_state_dict({**sampled.state_dict(), "batch_size": None})  # as an older position, which does not tell
+    untold = {**sampled.state_dict(), "batch_size": None}  # as an older position
+    sampled.load_state_dict(untold)
+    with pytest.raises(ConfigError, match="counts 1 batches of None samples; with batches of 2"):
+        counted.load_state_dict(untold)
     assert len(list(counted)) == 7
     between = counted.state_dict()
     larger = PrefetchingLoader(DataLoader(Numbers(14), batch_size=7))

@@ -94,6 +94,7 @@ def test_memory_that_a_rank_does_not_find_is_no_lost_rank(alone: Ranks) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="no room"), alone.waiting("a gradient"):
         raise torch.OutOfMemoryError("no room")
     assert alone.exchange("a value", 1) == [1]
+    assert not alone.is_whole  # others may wait in that collective
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -237,12 +237,12 @@ class Batches:
         Raises:
             StorageError: a worker process has ended.
         """
-        if self._iterator is None:
-            usual = signal.getsignal(signal.SIGCHLD)
-            self._iterator = iter(self._loader())
-            if signal.getsignal(signal.SIGCHLD) != usual:
-                signal.signal(signal.SIGCHLD, usual)  # torch's handler raises wherever a step is; `next` notices, too
         try:
+            if self._iterator is None:
+                usual = signal.getsignal(signal.SIGCHLD)
+                self._iterator = iter(self._loader())
+                if signal.getsignal(signal.SIGCHLD) != usual:
+                    signal.signal(signal.SIGCHLD, usual)  # torch's raises wherever a step is; `next` notices, too
             batch = next(self._iterator)
         except (EOFError, OSError, RuntimeError) as error:
             if not self._workers:

@@ -107,7 +107,7 @@ def context_length(configuration: Any) -> int | None:
     value = getattr(text, "max_position_embeddings", None)
     if not isinstance(value, int) or value <= 0:
         return None
-    return value - (text.pad_token_id + 1 if text.model_type in _BEGIN_AFTER_PADDING else 0)
+    return value - ((text.pad_token_id or 0) + 1 if text.model_type in _BEGIN_AFTER_PADDING else 0)
 
 
 def vocabulary_size(configuration: Any) -> int:

@@ -147,7 +147,7 @@ class PrefetchingLoader(Generic[T]):
     def _refuse_other_samples(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a position in the middle of a pass that counts other batches than those of this loader."""
         batches, size, parts = state_dict["batches"], state_dict["batch_size"], _parts(self._loader)
-        if size not in (None, self._batch_size):  # None: unknown
+        if size not in (getattr(self._loader, "batch_size", None), self._batch_size):  # None: a batch sampler's own
             raise ConfigError(
                 f"the saved position counts {batches} batches of {size} samples; "
                 f"with batches of {self._batch_size} these would be other samples"
@@ -202,7 +202,12 @@ class PrefetchingLoader(Generic[T]):
 
     def _resumed(self) -> _Ahead:
         if not self._handed_out:  # between passes, also if a try has failed
-            return self._begun()
+            before = random_states()
+            ahead = self._begun()
+            if ahead.is_end and not self._is_stateful:  # a sampler whose state is a position, which was its end
+                restore_random_states(before)
+                ahead = self._begun()
+            return ahead
         with _random_states_kept():
             if self._begin is not None:
                 _begin_again(self._loader, self._begin)

@@ -89,6 +89,7 @@ class Ranks:
         self._subgroups = 0
         self._waits: dict[int, str] = {}
         self._lost: RankLost | None = None
+        self._has_begun_all = True
         self._reporting = threading.Lock()
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="tierstore-heart", daemon=True)
@@ -155,8 +156,8 @@ class Ranks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no rank was found missing."""
-        return self._lost is None
+        """Whether no rank was found missing, and this one has joined every collective."""
+        return self._lost is None and self._has_begun_all
 
     @property
     def wait_s(self) -> float:
@@ -207,7 +208,8 @@ class Ranks:
         begin = time.monotonic()
         try:
             yield
-        except torch.OutOfMemoryError:  # of this rank alone
+        except torch.OutOfMemoryError:  # of this rank alone; the others may wait in a collective
+            self._has_begun_all = False
             raise
         except (RuntimeError, TimeoutError) as error:
             with self._reporting:  # one report is enough
@@ -302,7 +304,7 @@ def end_groups(groups: Sequence[ProcessGroup | None], *, is_whole: bool) -> None
     """Destroy process groups; None stands for all there are.
 
     Args:
-        is_whole: no rank is missing. Otherwise collectives are aborted: NCCL would wait until they end.
+        is_whole: no rank is missing in a collective. Otherwise these are aborted: NCCL would wait until they end.
     """
 
     def end(group: ProcessGroup | None) -> None:
@@ -314,8 +316,11 @@ def end_groups(groups: Sequence[ProcessGroup | None], *, is_whole: bool) -> None
             end(group)
         return
     # Together: an abort may free memory, for which the GPU waits until the collectives of other groups have ended, too.
-    with contextlib.suppress(RuntimeError), ThreadPoolExecutor(len(groups)) as threads:  # the process exits: no threads
-        threads.map(end, groups)
+    try:
+        with ThreadPoolExecutor(len(groups)) as threads:
+            threads.map(end, groups)
+    except RuntimeError:  # the process exits, and begins no thread
+        end(None)
 
 
 def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
