@@ -362,6 +362,36 @@ class TestFlush:
         assert committed == [1] * (2 if update == "backward" else 3)
         assert check_resumes(way, tmp_path / "copied", states_of(way, 3)) == 1
 
+    @pytest.mark.parametrize("update", ["forward", "backward", "delayed"])
+    @pytest.mark.parametrize("of", ["_take_back", "_begin"])
+    @pytest.mark.parametrize("is_posted", [False, True])
+    def test_that_is_interrupted_leaves_the_step_in_progress_whole(
+        self, update: str, of: str, is_posted: bool, tmp_path: Path
+    ) -> None:
+        way = Way(update, cpu_memory=DISK, commit_every=50)
+        expected = states_of(way, 3)
+        with opened(way, tmp_path, timeout_s=20) as run:
+            run.step()
+            loss = next_token_loss(run.engine, run.position.next())
+            parts = run.engine._parts
+            post = parts.runtime.post
+
+            def interrupted(function: Callable[..., Any], *args: Any) -> None:
+                if function == getattr(parts.driver, of):
+                    parts.runtime.post = post  # type: ignore[method-assign]
+                    if is_posted:
+                        post(function, *args)
+                    raise KeyboardInterrupt
+                post(function, *args)
+
+            parts.runtime.post = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                run.engine.flush()
+            run.engine.backward(loss)
+            run.engine.step()
+            run.until(3)
+            expected[-1].check_equal(State.of(run))
+
 
 class StuckDisk(Backend):
     """A disk whose writes may take for ever."""

@@ -344,9 +344,6 @@ class Shelf:
         """
         if self._manifests is None:
             raise ConfigError("there is no store to commit to; give nvme a directory")
-        if self._has_newer:
-            await self._manifests.adopt(self.generation)
-            self._has_newer = False
         number, self._next_generation = self._next_generation, self._next_generation + 1
         records: dict[str, Sequence[ChunkRecord | None]] = {pack.kind: list(pack.slots.current) for pack in packs}
         self._records[number] = frozenset(records)
@@ -354,6 +351,9 @@ class Shelf:
         await self._sync(unnamed, self._directories.sync)
         for pack in unnamed:
             pack.is_named = True
+        if self._has_newer:
+            await self._manifests.adopt(self.generation)
+            self._has_newer = False
         await self._manifests.publish(Generation(number, self._layout, records, entries))
         self.generation = number
         there = (await self._workers.submit(Priority.WRITE, self._manifests.numbers))[:2]

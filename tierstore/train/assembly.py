@@ -106,9 +106,8 @@ class Assembly:
             TierstoreError: the first failure met on the way, after everything was given back.
             Timeout: nothing moves any more; what is running goes on, and is waited for when this is called again.
         """
-        failures: list[BaseException | None] = []
+        failures = [_failure_of(self.runtime.raise_failure)]
         for step in (
-            self.runtime.raise_failure,
             self.driver.give_up,
             finish,
             lambda: self.runtime.call(self.store.flush, raises_kept=False),

@@ -526,7 +526,10 @@ class Engine:
             self._parts.go_on_closing()
             return
         atexit.unregister(self._at_exit)
-        if self._parts.driver.has_decided or self._order.is_busy_elsewhere:
+        driver = self._parts.driver
+        may_decide = self._parts.partition.is_shared and driver.has_begun and driver.is_streaming  # still, on the loop
+        has_moved = driver.has_decided or (may_decide and (self._order.has_final_backward or self._order.is_broken))
+        if has_moved or self._order.is_busy_elsewhere:
             self._generations.forget()  # the store has moved past that commit, into a step that nobody will finish
         self._parts.close(self._generations.finish)
 

@@ -195,11 +195,22 @@ class RoundDriver:
             self._end_undecided()
             yield
         finally:
-            self._begin_round()
+            try:
+                self._begin_round()
+            except BaseException:  # an interrupt: the step goes on
+                self._begin_round()
+                raise
 
     def _end_undecided(self) -> None:
-        if self._round is not None and not self._has_decided:
-            self._runtime.post(self._take_back, self._round)
+        round_ = self._round
+        if round_ is None or self._has_decided:
+            return
+        try:
+            self._runtime.post(self._take_back, round_)
+        except BaseException:  # an interrupt
+            self._runtime.post(self._take_back, round_)
+            raise
+        finally:
             self._round = None
 
     def check_begun(self) -> None:
@@ -209,8 +220,8 @@ class RoundDriver:
             raise self._failed[1]
 
     def _take_back(self, round_: Round) -> None:
-        """Drop a round that nobody knows of: if it was begun, it ends with nothing done."""
-        if round_.trips:
+        """Drop a round that nobody knows of: if it was begun, it ends with nothing done. Twice is fine."""
+        if round_.trips and not round_.is_void:
             round_.is_void = True
             round_.allow_through()
             self._store.updates.decide(round_, {})
