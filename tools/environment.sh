@@ -86,7 +86,18 @@ install() {  # extras
 
 make_environment() {  # extras
   is_current "$1" || install "$1"
-  check_installation || die "what is installed in $venv does not work, see the message above;" \
-    "if that stays so, remove it: it is then made anew"
+  if ! check_installation; then
+    local trouble="what is installed in $venv does not work, see the message above"
+    if [ -n "${TIERSTORE_VENV:-}" ]; then die "$trouble; if that stays so, remove it: it is then made anew"; fi
+    say "$trouble; making it anew"
+    rm -rf "$venv.before"
+    mv "$venv" "$venv.before"
+    if ! (install "$1" && check_installation); then  # no network, perhaps, and what was there may work again
+      rm -rf "$venv"
+      mv "$venv.before" "$venv"
+      die "$venv is as it was, because it could not be made anew"
+    fi
+    rm -rf "$venv.before"
+  fi
   is_current "$1" || stamp_text "$1" >"$venv/.tierstore-$1"
 }

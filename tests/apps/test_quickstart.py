@@ -127,6 +127,24 @@ def test_an_environment_that_does_not_work_now_stays_as_it_is(quickstart: Quicks
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.parametrize(("what_install_makes", "is_kept"), [("works", False), ("trouble", True)])
+def test_an_environment_of_the_repository_that_does_not_work_is_made_anew_if_that_works(
+    what_install_makes: str, is_kept: bool, tmp_path: Path
+) -> None:
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "before").touch()
+    (tmp_path / "pyproject.toml").touch()
+    script = (
+        f'set -euo pipefail; root={tmp_path}; . "{ROOT}/tools/environment.sh"; is_current() {{ false; }}; '
+        f'install() {{ mkdir -p "$venv"; [ -e "$venv/before" ] || touch "$venv/{what_install_makes}"; }}; '
+        'check_installation() { [ -e "$venv/works" ]; }; make_environment dev'
+    )
+    result = subprocess.run(["bash", "-c", script], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert (result.returncode != 0, (tmp_path / ".venv" / "before").exists()) == (is_kept, is_kept), result.stderr
+    assert ("could not be made anew" in result.stderr) == is_kept
+    assert [path.name for path in tmp_path.glob(".venv*")] == [".venv"]
+
+
 def test_nothing_is_written_to_an_environment_that_is_current(quickstart: Quickstart, tmp_path: Path) -> None:
     stamp = tmp_path / ".tierstore-transformers"
     os.utime(stamp, (1, 1))
