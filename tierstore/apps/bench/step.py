@@ -85,7 +85,7 @@ _HORIZONTAL = "tierstore, 384MiB, 8 micro-batches"
 _FETCHING = {"gpu_memory": _GPU_MEMORY}  # so that weights come and go, in all passes
 _ACCUMULATING = _FETCHING | {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}
 _OWN = (
-    Own("tierstore, 832MiB, speculative", "disk", {"cpu_memory": "832MiB", "update": "speculative"}, vs_all=2.5,
+    Own("tierstore, 768MiB, speculative", "disk", {"cpu_memory": "768MiB", "update": "speculative"}, vs_all=2.5,
         vs_all_rss=0.25, vs_floor=1.15),
     Own("tierstore, 1280MiB, speculative, memory kept", "disk", {"cpu_memory": "1280MiB"} | _FAST, vs_all=2.5,
         vs_floor=1.15),
