@@ -24,6 +24,11 @@ _SMALL_BYTES, _MANY = 2**17, 2**16  # glibc's defaults
 _NEVER = -1
 _SERVING_BYTES, _SERVING_TOP_BYTES = 2**23, 2**26  # buffers below this are reused; most free memory at the top
 
+KEPT_AS_OURS = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0",
+                "MALLOC_TRIM_THRESHOLD_": "9000000000000"}  # fmt: skip
+"""For the environment of another program: what an engine gets here whose steps keep all memory that they free. The
+threshold is more than any machine has."""
+
 
 def ask_for_huge_pages() -> None:
     """Have torch allocate its large tensors on huge pages, unless the environment already decides that.

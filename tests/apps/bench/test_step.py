@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,16 @@ FIELDS = {"vocab_size": 512, "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positio
           "eos_token_id": 0}  # fmt: skip
 MACHINE = Machine(BandwidthTable(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, matmul_flop_per_s=1e9))
 DRIVERS = Path(__file__).parents[3] / "tools" / "peers"
+FREES = """
+import ctypes, resource
+
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page is one fault
+for _ in range(11):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(2**26)[::4096] = bytes(2**14)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)  # of the last round
+"""
 
 
 def result(name: str, seconds: float, rss: int = 1000, **figures: float) -> Result:
@@ -85,6 +98,15 @@ def test_ours_spin_as_the_commands_have_them_and_plain_torch_as_people_do(
     for one in (one for heat in step.heats(options, tmp_path) for one in heat):
         is_asked = not one.is_peer or one.name == step._ASKED_TORCH
         assert ("GOMP_SPINCOUNT" in one.environment) is (is_asked and added), one.name
+
+
+def test_torch_with_our_heap_keeps_the_memory_that_a_step_frees(options: BenchOptions, tmp_path: Path) -> None:
+    contestants = {one.name: one for heat in step.heats(options, tmp_path) for one in heat}
+    faults = {name: int(subprocess.run([sys.executable, "-S", "-c", FREES], capture_output=True, text=True, check=True,
+                                       env={**os.environ, **contestants[name].environment}).stdout)
+              for name in (step._ASKED_TORCH, step._torch("memory"))}  # fmt: skip
+    assert faults[step._ASKED_TORCH] < 100 < 10_000 < faults[step._torch("memory")]
+    assert contestants[step._ASKED_TORCH].environment["THP_MEM_ALLOC_ENABLE"] == "1"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

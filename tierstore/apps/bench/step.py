@@ -28,6 +28,7 @@ from tierstore.apps.bench.case import (
     ratio,
     row_of,
 )
+from tierstore.apps.heap import KEPT_AS_OURS
 from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.apps.spinning import short_spins
@@ -127,7 +128,7 @@ def _torch(heat: str) -> str:
 
 
 _EXACT_TORCH = "torch in memory, state in fp32"
-_ASKED_TORCH = "torch in memory, huge pages, short spins"  # as `apps/heap.py` and `apps/spinning.py` ask for ours
+_ASKED_TORCH = "torch in memory, heap and spins as ours"  # as `apps/heap.py` and `apps/spinning.py` ask for ours
 
 
 def _rates(heat: str) -> str:
@@ -158,7 +159,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
                 if options.dtype != "fp32":
                     heat.append(peer(_EXACT_TORCH, "step_torch", options.peer_python, fp32_state=True, **shared))
                 asked = peer(_ASKED_TORCH, "step_torch", options.peer_python, **shared)
-                heat.append(_as_commands(replace(asked, environment={"THP_MEM_ALLOC_ENABLE": "1"})))
+                heat.append(_as_commands(replace(asked, environment=KEPT_AS_OURS)))
         for mode, called in _MODES.get(name, {}).items() if options.wants("deepspeed") else ():
             store = str(scratch / f"deepspeed-{mode}")
             heat.append(peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared))
