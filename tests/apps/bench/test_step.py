@@ -166,12 +166,10 @@ def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, t
         counted.name, 2.0, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0, spilled_per_parameter=4.0
     )
     spilling.facts = {"weights_on_disk": 0.5}
-    table = {"read_bytes_per_s": 2e9, "write_bytes_per_s": 2e9, "shared_bytes_per_s": 2e9, "h2d_bytes_per_s": 1e9,
-             "d2h_bytes_per_s": 1e9, "memory_bytes_per_s": 1e9, "adam_elements_per_s": 1e9}  # fmt: skip
     found = results_of(
         options, tmp_path, ours=ours, spilling=spilling, theirs=result(step._ALL, 6.0, rss=1000),
         memory=result(step._torch("disk"), 0.5),
-        rates=result(step._rates("disk"), 1.0, **table, io_threads=4, update_threads=2),
+        rates=rates_of("disk", 2e9),
     )  # fmt: skip
     steps = [row for row in step._step_rows(options, found) if row.contestant == own.name]
     assert steps[0].floor == pytest.approx(1.0)  # 2 GB at 2 GB/s, longer than the step in memory
@@ -182,6 +180,58 @@ def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, t
     bar = moved.bars[0]
     assert bar.bound == 24.0  # between all weights in CPU memory and all on disk
     assert bar.measured == pytest.approx(26.0)  # spilled gradients do not count
+
+
+def rates_of(heat: str, *rounds_bytes_per_s: float, shared: float = 1.0) -> Result:
+    """Rounds of a disk that reads and writes as fast; and both at once, as a multiple of that."""
+    rest = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "adam_elements_per_s"), 1e9)
+    found = Result(Contestant(step._rates(heat), (), False))
+    for rate in rounds_bytes_per_s:
+        disk = {"read_bytes_per_s": rate, "write_bytes_per_s": rate, "shared_bytes_per_s": shared * rate}
+        found.answers.append(Answer(1.0, {**rest, **disk, "io_threads": 4, "update_threads": 2}, 1000))
+    return found
+
+
+def steps_of(own: step.Own, options: BenchOptions, tmp_path: Path, **found: Result) -> step.Row:
+    table = step._step_rows(options, results_of(options, tmp_path, **found))
+    return next(row for row in table if row.contestant == own.name)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "shared", "floor"),
+    [([2e9], 1.0, 1.0), ([2e9, 1e9, 1e9], 1.0, 1.0), ([2e9], 2.0, 0.5), ([2e9], 0.5, 1.0)],
+    ids=["one round", "the best of three", "side by side", "never longer than one after the other"],
+)
+def test_a_floor_is_what_the_disk_does_at_its_best(
+    options: BenchOptions, tmp_path: Path, rounds: list[float], shared: float, floor: float
+) -> None:
+    own = step._OWN[0]
+    ours = result(own.name, 2.0, read_bytes=1e9, written_bytes=1e9)
+    found = steps_of(own, options, tmp_path, ours=ours, memory=result(step._torch("disk"), 0.1),
+                     rates=rates_of("disk", *rounds, shared=shared))  # fmt: skip
+    assert found.floor == pytest.approx(floor)
+
+
+def test_the_computing_of_a_floor_is_that_of_all_micro_batches(options: BenchOptions, tmp_path: Path) -> None:
+    recorder, own, *_ = (one for one in step._OWN if one.heat == "accumulate")
+    recorded = result(recorder.name, 1.5, computing_s=0.5)
+    recorded.facts = {"recorded": {}}
+    recorded.answers.append(Answer(1.5, {"computing_s": 0.7}, 1000))
+    ours = result(own.name, 6.0, read_bytes=1e9, written_bytes=1e9)
+    found = steps_of(own, options, tmp_path, recorded=recorded, ours=ours, rates=rates_of("accumulate", 2e9))
+    assert found.floor == pytest.approx(8 * 0.5)
+
+
+def test_a_step_below_its_floor_shows_that_the_floor_is_wrong_and_meets_no_bar(
+    options: BenchOptions, tmp_path: Path
+) -> None:
+    own = step._OWN[0]
+    ours = result(own.name, 0.9, read_bytes=1e9, written_bytes=1e9)
+    found = steps_of(own, options, tmp_path, ours=ours, memory=result(step._torch("disk"), 0.1),
+                     rates=rates_of("disk", 2e9))  # fmt: skip
+    assert found.floor == pytest.approx(1.0)
+    assert (found.trouble or "").startswith("faster than its floor, which was measured too slow")
+    assert [bar.is_met for bar in found.bars if bar.of == "x the floor"] == [None]
 
 
 def test_a_machine_has_the_medians_of_all_rounds() -> None:

@@ -171,16 +171,24 @@ class Result:
     answers: list[Answer] = field(default_factory=list)
     trouble: str | None = None
 
+    def samples(self, figure: str) -> list[float]:
+        """A figure, or `seconds`, of each round that has it."""
+        found = (one.seconds if figure == "seconds" else one.figures.get(figure) for one in self.answers)
+        return [sample for sample in found if sample is not None]
+
     def spread(self, figure: str) -> Spread | None:
-        """Median and quartiles of a figure, or of `seconds`; None where there is none."""
-        samples = [one.seconds if figure == "seconds" else one.figures.get(figure) for one in self.answers]
-        found = [sample for sample in samples if sample is not None]
+        """Median and quartiles of a figure; None where there is none."""
+        found = self.samples(figure)
         return Spread.of(found) if found else None
 
     def median(self, figure: str) -> float | None:
         """As `spread`."""
         found = self.spread(figure)
         return None if found is None else found.median
+
+    def least(self, figure: str) -> float | None:
+        """That of the round with the least; None where there is none."""
+        return min(self.samples(figure), default=None)
 
     @property
     def peak_rss_bytes(self) -> int | None:
@@ -245,7 +253,7 @@ class Row:
         value: median and quartiles, in `unit`.
         floor: what the machine allows, in the same unit.
         floor_of: how that was found, in words.
-        trouble: why there is no value, or not of all rounds.
+        trouble: why there is no value, or not of all rounds, or why it says little.
     """
 
     work: str

@@ -65,6 +65,22 @@ def machine_of(result: Result) -> Machine | None:
     )
 
 
+def least_disk_seconds(result: Result, read_bytes: float, written_bytes: float) -> float | None:
+    """Seconds that this traffic and its sync take at the rates of the round in which they are the fewest.
+
+    Reads and writes that hold each other up while both are measured are counted one after the other: that is possible,
+    too. None where no rates were measured.
+    """
+    found = []
+    for answer in result.answers:
+        if (machine := machine_of(replace(result, answers=[answer]))) is not None:
+            table = machine.table
+            apart = 2 / (1 / table.read_bytes_per_s + 1 / table.write_bytes_per_s)
+            table = replace(table, shared_bytes_per_s=max(apart, table.shared_bytes_per_s))
+            found.append(table.durable_seconds(read_bytes, written_bytes))
+    return min(found, default=None)
+
+
 def _layers_of(machine: Machine) -> list[dict[str, Any]]:
     return list(machine.table.to_json().get("layers", []))
 

@@ -33,7 +33,6 @@ from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.apps.spinning import short_spins
 from tierstore.config import MicroBatchSchedule, format_size, parse_size
-from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
 _GPU_MEMORY = "256MiB"  # here and below for bf16; fp32, with twice the bytes, gets twice as much
@@ -112,6 +111,11 @@ _LARGE = tuple(
 )
 """One after the other, because each takes 48 GB."""
 _COST = "tierstore, tiny groups"
+_FLOOR = (
+    "the longer of the step in memory (torch's; else our own computing) and the bytes that the disk moved, reads and "
+    "writes together, and synced; each as in the fastest round"
+)
+_FASTER = "faster than its floor, which was measured too slow in this run: no bar against it counts"
 
 
 def _own(options: BenchOptions) -> list[Own]:
@@ -197,13 +201,11 @@ def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
     work = f"step, GPT-2 {'1.5B' if options.large else '124M'}, {options.dtype}"
     for own in _own(options):
         result = results[own.name]
-        machine = rates.machine_of(results[_rates(own.heat)])
-        memory = _median(results, _torch(own.heat)) if not own.options.get("accumulate") else None
-        recorded = _recorder(own, options, results)[1]
-        computing_s = memory or result.median("computing_s") or recorded.median("computing_s")
-        floor, floor_of = floor_of_step(result, machine, computing_s)
-        yield row_of(result, "seconds", work, "s", floor=floor, floor_of=floor_of,
-                     bars=list(_bars(own, result, results, memory, floor)))  # fmt: skip
+        seconds, floor = result.median("seconds"), _floor_s(own, options, results)
+        is_faster = floor is not None and seconds is not None and seconds < floor
+        row = row_of(result, "seconds", work, "s", floor=floor, floor_of=_FLOOR if floor is not None else "",
+                     bars=list(_bars(own, result, results, None if is_faster else floor)))  # fmt: skip
+        yield replace(row, trouble=row.trouble or _FASTER) if is_faster else row
         if own.options.get("update") == "speculative":
             yield row_of(result, "speculated", f"timed steps of {options.steps} whose guess was right", "steps",
                          bars=[Bar(options.steps, "steps", result.median("speculated"))])  # fmt: skip
@@ -212,7 +214,7 @@ def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
             yield row_of(result, "seconds", work, "s")
 
 
-def _bars(own: Own, result: Result, results: Results, memory: float | None, floor: float | None) -> Iterator[Bar]:
+def _bars(own: Own, result: Result, results: Results, floor: float | None) -> Iterator[Bar]:
     seconds = result.median("seconds")
     if own.vs_all is not None:
         yield Bar(own.vs_all, f"x {_ALL}", ratio(_median(results, _ALL), seconds))
@@ -220,7 +222,7 @@ def _bars(own: Own, result: Result, results: Results, memory: float | None, floo
         theirs = results[_ALL].peak_rss_bytes if _ALL in results else None
         yield Bar(own.vs_all_rss, "of its peak memory", ratio(result.peak_rss_bytes, theirs), at_most=True)
     if own.vs_torch is not None:
-        yield Bar(own.vs_torch, "x torch in memory", ratio(seconds, memory), at_most=True)
+        yield Bar(own.vs_torch, "x torch in memory", ratio(seconds, _median(results, _torch(own.heat))), at_most=True)
         for other in (one for one in (_EXACT_TORCH, _ASKED_TORCH) if one in results):
             yield Bar(own.vs_torch, f"x {other}", ratio(seconds, _median(results, other)), at_most=True)
     if own.vs_floor is not None:
@@ -232,16 +234,25 @@ def _bars(own: Own, result: Result, results: Results, memory: float | None, floo
                   at_most=True)  # fmt: skip
 
 
-def floor_of_step(result: Result, machine: Machine | None, computing_s: float | None) -> tuple[float | None, str]:
-    """The longer of computing and of moving the step's bytes, at the rates of the same run; and what that is."""
+def _floor_s(own: Own, options: BenchOptions, results: Results) -> float | None:
+    """See `_FLOOR`."""
+    result, computing_s = results[own.name], _computing_s(own, options, results)
     read, written = result.median("read_bytes"), result.median("written_bytes")
-    if machine is None or computing_s is None or read is None or written is None:
-        return None, ""
-    disk_s = machine.table.durable_seconds(read, written)
-    return max(computing_s, disk_s), (
-        "the longer of the step in memory (torch's; else our own computing) and the bytes that the disk moved at its "
-        "measured rates, reads and writes together, and synced"
-    )
+    if computing_s is None or read is None or written is None:
+        return None
+    disk_s = rates.least_disk_seconds(results[_rates(own.heat)], read, written)
+    return None if disk_s is None else max(computing_s, disk_s)
+
+
+def _computing_s(own: Own, options: BenchOptions, results: Results) -> float | None:
+    """Of all micro-batches of a step, in the fastest round. What is recorded is a step of one."""
+    micro_batches, memory = own.options.get("accumulate", 1), results.get(_torch(own.heat))
+    if micro_batches == 1 and memory is not None and memory.answers:
+        return memory.least("seconds")
+    if (found := results[own.name].least("computing_s")) is not None:
+        return found
+    recorded_s = _recorder(own, options, results)[1].least("computing_s")
+    return None if recorded_s is None else micro_batches * recorded_s
 
 
 def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
