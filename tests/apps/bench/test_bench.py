@@ -200,6 +200,15 @@ def test_the_bars_of_disk_stand_at_our_best_setting() -> None:
     }  # fmt: skip
 
 
+def test_what_went_through_the_page_cache_says_so_and_meets_no_bar() -> None:
+    (case,) = cases_of("disk")
+    cached = result("tierstore a", read=9.0, write=9.0)
+    cached.facts = {"is_direct": False}
+    rows = case.rows(BenchOptions(), {"tierstore a": cached, "fio b": result("fio b", read=2.0, write=2.0)})
+    assert [bar.is_met for row in rows for bar in row.bars] == [None] * 4
+    assert [(row.trouble or "").startswith("the file system refuses O_DIRECT") for row in rows] == [True, False] * 2
+
+
 def test_a_bar() -> None:
     assert str(Bar(1.1, "x memory", 1.2, at_most=True)) == "bar at most 1.1 x memory: 1.2, short"
     assert (ratio(1.0, None), ratio(None, 1.0), ratio(3.0, 2.0)) == (None, None, 1.5)

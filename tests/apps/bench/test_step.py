@@ -19,7 +19,7 @@ from tierstore.apps.bench import forecasts, rates, step, step_worker
 from tierstore.apps.bench.case import DTYPES, HEATS, Answer, BenchOptions, Contestant, Result
 from tierstore.apps.options import TrainOptions
 from tierstore.config import MicroBatchSchedule
-from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
+from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable, DirectoryRates, Rate
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.step_machine import Machine
 
@@ -232,6 +232,33 @@ def test_a_step_below_its_floor_shows_that_the_floor_is_wrong_and_meets_no_bar(
     assert found.floor == pytest.approx(1.0)
     assert (found.trouble or "").startswith("faster than its floor, which was measured too slow")
     assert [bar.is_met for bar in found.bars if bar.of == "x the floor"] == [None]
+
+
+def test_where_the_file_system_refuses_o_direct_a_step_with_a_store_meets_no_bar(
+    options: BenchOptions, tmp_path: Path
+) -> None:
+    cached = rates_of("memory", 2e9)
+    cached.facts = {"is_direct": False}
+    troubles = {}
+    for own in (one for one in step._OWN if one.heat == "memory"):
+        row = steps_of(own, options, tmp_path, ours=result(own.name, 0.5), memory=result(step._torch("memory"), 1.0),
+                       rates=cached)  # fmt: skip
+        assert [bar.is_met for bar in row.bars if bar.of == "x torch in memory"] == [None if own.stored else True]
+        troubles[own.stored] = row.trouble
+    assert (troubles[True] or "").startswith("the file system refuses O_DIRECT")
+    assert troubles[False] is None
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_rates_say_whether_they_are_of_the_disk(
+    is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = Rate(1e9, 1e9, 1e9)
+    directory = DirectoryRates("here", rate, rate, rate, 1, 1, 1, 1, is_direct=is_direct)
+    machine = replace(MACHINE, table=replace(MACHINE.table, directories=(directory,)))
+    monkeypatch.setattr("tierstore.apps.tune.rates_for", lambda train: lambda: machine)
+    with rates.contend({"directory": str(tmp_path), "device": "cpu"}) as (facts, _):
+        assert facts["is_direct"] is is_direct
 
 
 def test_a_machine_has_the_medians_of_all_rounds() -> None:

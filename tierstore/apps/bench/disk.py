@@ -26,6 +26,7 @@ from tierstore.apps.bench.case import (
     peer,
     ratio,
     row_of,
+    through_the_cache,
 )
 from tierstore.apps.bench.serve import Round
 from tierstore.config import format_size
@@ -76,14 +77,13 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
             Bar(0.95, "of fio's best", ratio(rate, fio)),
             Bar(1.0, "of DeepSpeed's aio with locked buffers", ratio(rate, best_median(results, "DeepSpeed", verb))),
         ]
-        table += [
-            row_of(
+        for result in results.values():
+            row = row_of(
                 result, verb, f"{verb} {format_size(options.size)}", "GB/s",
                 floor=fio, floor_of="fio's best setting",
                 bars=bars if result is own else (),
-            )
-            for result in results.values()
-        ]  # fmt: skip
+            )  # fmt: skip
+            table.append(row if result.facts.get("is_direct", True) else through_the_cache(row))
     return table
 
 

@@ -29,7 +29,9 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 
     measure = rates_for(TrainOptions(nvme=(Path(options["directory"]),), device=options["device"]))
 
-    layers = _layers_of(measure())  # what they do; each round measures how long they take
+    first = measure()
+    layers = _layers_of(first)  # what they do; each round measures how long they take
+    is_direct = all(one.is_direct for one in first.table.directories)
 
     def run_round(number: int) -> tuple[float, dict[str, float]]:
         begun_s = time.perf_counter()
@@ -42,7 +44,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         figures |= {"io_threads": machine.io_threads, "update_threads": machine.update_threads}
         return time.perf_counter() - begun_s, figures
 
-    yield {"layers": layers}, run_round
+    yield {"layers": layers, "is_direct": is_direct}, run_round
 
 
 def machine_of(result: Result) -> Machine | None:

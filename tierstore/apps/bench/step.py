@@ -27,6 +27,7 @@ from tierstore.apps.bench.case import (
     peer,
     ratio,
     row_of,
+    through_the_cache,
 )
 from tierstore.apps.heap import KEPT_AS_OURS
 from tierstore.apps.options import Preset, TrainOptions, options_of_object
@@ -205,6 +206,8 @@ def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
         is_faster = floor is not None and seconds is not None and seconds < floor
         row = row_of(result, "seconds", work, "s", floor=floor, floor_of=_FLOOR if floor is not None else "",
                      bars=list(_bars(own, result, results, None if is_faster else floor)))  # fmt: skip
+        is_cached = own.stored and not results[_rates(own.heat)].facts.get("is_direct", True)
+        row = through_the_cache(row) if is_cached else row
         yield replace(row, trouble=row.trouble or _FASTER) if is_faster else row
         if own.options.get("update") == "speculative":
             yield row_of(result, "speculated", f"timed steps of {options.steps} whose guess was right", "steps",
