@@ -55,6 +55,7 @@ def bench(
         from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, refuse_unread, run_case
         from tierstore.apps.console import Console
         from tierstore.apps.progress import share_bar
+        from tierstore.errors import StorageError
 
         options = BenchOptions(
             peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size, params=params,
@@ -72,13 +73,23 @@ def bench(
         for note in (*left, *notes(options, cases)):
             show_plain(console, f"note: {note}")
         outcomes: list[Outcome] = []
+        unsaved: StorageError | None = None
 
         def keep(outcome: Outcome) -> None:
-            so_far = [*outcomes, outcome]
-            save(options, so_far, context_of(case, options, so_far))
+            nonlocal unsaved
+            so_far, before = [*outcomes, outcome], unsaved
+            try:
+                save(options, so_far, context_of(case, options, so_far))
+                unsaved = None
+            except StorageError as error:
+                unsaved = error  # what was measured takes longer to get again than a file
+                if before is None:
+                    show_plain(console, f"note: {error}; the run goes on, and its tables are shown")
 
         with interruptible("interrupted; contestants are ended and their files are gone"):
             for one in cases:
                 with share_bar(console) as tell:
                     outcomes.append(run_case(one, options, tell, keep))
                 show(console, outcomes[-1])
+        if unsaved is not None:
+            raise unsaved

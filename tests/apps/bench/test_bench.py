@@ -148,6 +148,34 @@ def test_what_was_measured_outlives_an_interrupt_as_far_as_it_came(
     assert "| toy | second | 1 s (1, 1) |" in files[1].read_text()
 
 
+def test_a_file_that_cannot_be_written_any_more_loses_no_table_and_no_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, files = tmp_path / "gone", {"json": tmp_path / "gone" / "out.json", "markdown": tmp_path / "out.md"}
+    gone.mkdir()
+
+    def contest(results: dict[str, Result], rounds: int, tell: object) -> None:
+        results[min(results)].answers.append(Answer(1.0, {}, 2**20))
+        if gone.exists():
+            gone.rmdir()
+
+    def case(name: str) -> Case:
+        return Case(name, lambda options, scratch: [[Contestant(name, (), False)]], lambda options, results: [
+            row_of(one, "seconds", "toy", "s") for one in results.values()
+        ])  # fmt: skip
+
+    monkeypatch.setattr(bench_run, "contest", contest)
+    monkeypatch.setattr(bench_run, "cases_of", lambda *_: [case("first"), case("second")])
+    given = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    done = bench("all", "--nvme", str(tmp_path), *given)
+    assert done.exit_code == 1
+    assert done.output.count("note: cannot write --json") == 1
+    for name in ("first", "second"):
+        assert f"│ {name}" in done.output
+        assert f"| toy | {name} | 1 s (1, 1) |" in files["markdown"].read_text()
+    assert done.output.rstrip().endswith("No such file or directory")  # and at the end, where it is seen
+
+
 @pytest.mark.parametrize("name", [*bench_run.CASES, "cuda"])
 def test_the_table_of_a_case_stands_while_its_heats_have_yet_to_come(name: str, tmp_path: Path) -> None:
     (case,) = cases_of("all", "cuda") if name == "cuda" else cases_of(name)

@@ -63,12 +63,14 @@ def save(options: BenchOptions, outcomes: Sequence[Outcome], context: dict[str, 
     """Writes the files that are asked for.
 
     Raises:
-        StorageError: one cannot be written.
+        StorageError: one cannot be written; the other one is, if that is possible.
     """
-    if options.json is not None:
-        write_object(options.json, context | {"cases": [_as_json(one) for one in outcomes]}, "--json")
-    if options.markdown is not None:
-        write_text(options.markdown, markdown(outcomes, context), "--markdown")
+    try:
+        if options.json is not None:
+            write_object(options.json, context | {"cases": [_as_json(one) for one in outcomes]}, "--json")
+    finally:
+        if options.markdown is not None:
+            write_text(options.markdown, markdown(outcomes, context), "--markdown")
 
 
 def context_of(case: str, options: BenchOptions, outcomes: Sequence[Outcome]) -> dict[str, Any]:
