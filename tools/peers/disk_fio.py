@@ -40,4 +40,4 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 
 
 if __name__ == "__main__":
-    serve(contend)
+    serve(contend, works_in_child=True)

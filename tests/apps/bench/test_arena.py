@@ -33,12 +33,21 @@ def contend(options):
     yield {{"versions": {{"toy": "1"}}}}, run_round
     open(options["log"] + options["name"], "w").close()
 
-serve(contend)
+serve(contend, works_in_child={works_in_child})
 """
 
 
-def contestant(log: Path, name: str, *, ready: str = "pass", body: str = "pass", timeout_s: float = 60.0) -> Contestant:
-    script = SERVED.format(ready=ready, body=body)
+CHILD = (
+    "subprocess.Popen([sys.executable, '-S', '-c', 'x = bytearray(2**27); print(1, flush=True); input()'],"
+    " stdin=subprocess.PIPE, stdout=subprocess.PIPE)"
+)
+
+
+def contestant(
+    log: Path, name: str, *, ready: str = "pass", body: str = "pass", timeout_s: float = 60.0,
+    works_in_child: bool = False,
+) -> Contestant:
+    script = SERVED.format(ready=ready, body=body, works_in_child=works_in_child)
     options = json.dumps({"log": str(log), "name": name})
     return Contestant(name, (sys.executable, "-c", script, options), False, round_timeout_s=timeout_s)
 
@@ -61,6 +70,24 @@ def test_they_take_turns_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
     assert said[0] == ("a: starts", 0.0)
     assert said[-1] == ("b: round 2 of 2", 7 / 8)
     assert (tmp_path / "loga").exists()  # it was asked to end, and cleaned up
+
+
+@pytest.mark.parametrize(
+    ("ready", "body", "works_in_child", "is_counted"),
+    [
+        (f"child = {CHILD}; child.stdout.readline()", "pass", False, True),
+        ("pass", f"child = {CHILD}; child.communicate()", True, True),
+        ("pass", f"child = {CHILD}; child.communicate()", False, False),
+    ],
+    ids=["a child that runs", "the work of a round", "a child that has ended"],
+)
+def test_the_peak_is_that_of_children_too(
+    tmp_path: Path, ready: str, body: str, works_in_child: bool, is_counted: bool
+) -> None:
+    one = contestant(tmp_path / "log", "a", ready=ready, body=body, works_in_child=works_in_child)
+    (found,) = run(one, rounds=1).values()
+    assert found.trouble is None
+    assert ((found.peak_rss_bytes or 0) > 2**27) is is_counted
 
 
 def test_what_the_host_takes_of_the_cores_is_told_of_each_round(

@@ -192,7 +192,7 @@ class Result:
 
     @property
     def peak_rss_bytes(self) -> int | None:
-        """The peak of the process, over all rounds."""
+        """The peak of the process and its children, over all rounds."""
         return max((one.peak_rss_bytes for one in self.answers), default=None)
 
 

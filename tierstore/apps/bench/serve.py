@@ -8,8 +8,10 @@ Not here: the side that asks (`arena.py`).
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -26,20 +28,33 @@ _LOOK_S = 0.2
 
 
 def peak_rss_bytes() -> int:
-    """Of this process; that of getrusage would include the peak of the process that started it."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    """Of this process and the children it has; that of getrusage would include the peak of what started this one."""
+    kib = 0
+    for path in ["/proc/self/status", *(f"/proc/{pid}/status" for pid in _children())]:
+        with contextlib.suppress(OSError), open(path) as status:
+            kib += sum(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+    return kib * 1024
+
+
+def _children() -> list[str]:
+    """Those that run; each thread lists the ones that it has started."""
+    found = []
+    for path in glob.glob("/proc/self/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as children:  # a thread may end meanwhile
+            found += children.read().split()
+    return found
 
 
 class Missing(Exception):
     """Something that this contestant needs is missing; the message says what."""
 
 
-def serve(contend: Contend) -> None:
+def serve(contend: Contend, *, works_in_child: bool = False) -> None:
     """Answers until stdin ends.
 
     Args:
         contend: called with the options of the command line; gives facts (`versions` among them), and a round.
+        works_in_child: a round is the work of a child that ends with it; the largest one counts in the peak, too.
     """
     _end_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -57,7 +72,8 @@ def serve(contend: Contend) -> None:
                 except Exception as error:
                     tell(error=f"{type(error).__name__}: {error}")
                     raise
-                tell(seconds=seconds, figures=figures, peak_rss=peak_rss_bytes())
+                ended_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss if works_in_child else 0
+                tell(seconds=seconds, figures=figures, peak_rss=peak_rss_bytes() + ended_kib * 1024)
     except (Missing, ModuleNotFoundError) as error:
         tell(missing=str(error))
 
