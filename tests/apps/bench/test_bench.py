@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import tierstore
 from tierstore.apps import preset_sizes
-from tierstore.apps.bench import cuda, disk
+from tierstore.apps.bench import adam, cuda, disk
 from tierstore.apps.bench import run as bench_run
 from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
 from tierstore.apps.bench.report import context_of, markdown
@@ -189,11 +189,15 @@ def test_bars_and_floors_of_adam() -> None:
     results = {
         one.contestant.name: one
         for one in (
-            result("tierstore", bf16=1.5, fp32=1.5), result("memory", triad=30.0, **{"in place": 42.0}),
+            result("tierstore, bf16", bf16=1.5), result("tierstore, fp32", fp32=1.5),
+            result("memory", triad=30.0, **{"in place": 42.0}),
             result("torch fused AdamW", bf16=0.8, fp32=1.6), result("DeepSpeedCPUAdam", "missing: no compiler"),
         )
     }  # fmt: skip
     outcome = Outcome("adam", case.rows(BenchOptions(), results), results)
+    assert [(row.work[:10], row.contestant) for row in outcome.rows if row.contestant.startswith("tierstore")] == [
+        ("Adam, bf16", "tierstore, bf16"), ("Adam, fp32", "tierstore, fp32"),
+    ]  # fmt: skip
     said = markdown([outcome], context_of("adam", BenchOptions(peer=("torch", "deepspeed"), rounds=3), [outcome]))
     assert "    tierstore bench adam --peer torch --peer deepspeed --rounds 3\n" in said
     # 42 GB/s over 26 B: gradient 2, weight 2 + 2, state 10 + 10. In fp32 28 B: 4, 4 + 4, 8 + 8.
@@ -206,6 +210,12 @@ def test_bars_and_floors_of_adam() -> None:
     results["memory"].answers[0] = replace(results["memory"].answers[0], stolen=0.134)
     said = markdown([Outcome("adam", outcome.rows, results)], context_of("adam", BenchOptions(), [outcome]))
     assert said.endswith("The host of this machine took a part of the cores' time: 13% in the rounds of memory.\n")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_contestant_of_adam_updates_one_dtype(dtype: str) -> None:
+    with adam.contend({"dtype": dtype, "params": 1000, "passes": 2}) as (_, run_round):
+        assert run_round(0)[1].keys() == {dtype}
 
 
 def test_the_bars_of_disk_stand_at_our_best_setting() -> None:

@@ -27,14 +27,17 @@ from tierstore.apps.bench.case import (
 from tierstore.apps.bench.serve import Round
 
 _WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
-_OURS, _TORCH, _DEEPSPEED, _MEMORY = "tierstore", "torch fused AdamW", "DeepSpeedCPUAdam", "memory"
+_OURS = {dtype: f"tierstore, {dtype}" for dtype in _WEIGHT_BYTES}
+"""Each in a process of its own, whose peak is that of one dtype."""
+_TORCH, _DEEPSPEED, _MEMORY = "torch fused AdamW", "DeepSpeedCPUAdam", "memory"
 _PASSES = 5
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
-    """All in one heat: 64M parameters take about a GiB in each contestant."""
+    """All in one heat: 64M parameters take 1 to 2 GiB in each contestant."""
     given = {"params": options.params, "passes": _PASSES}
-    contestants = [ours(_OURS, "adam", **given), ours(_MEMORY, "floors")]
+    contestants = [ours(name, "adam", dtype=dtype, **given) for dtype, name in _OURS.items()]
+    contestants.append(ours(_MEMORY, "floors"))
     if options.wants("torch"):
         contestants.append(peer(_TORCH, "adam_torch", options.peer_python, **given))
     if options.wants("deepspeed"):
@@ -45,7 +48,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
 def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
     """Parameters per second."""
     memory = max(results[_MEMORY].median(kind) or 0.0 for kind in ("triad", "in place"))
-    own = best_median(results, _OURS, "bf16")
+    own = results[_OURS["bf16"]].median("bf16")
     bars = [
         Bar(1.8, "x DeepSpeedCPUAdam with casts", ratio(own, best_median(results, _DEEPSPEED, "bf16"))),
         Bar(1.0, "x torch's fused AdamW on fp32 alone", ratio(own, best_median(results, _TORCH, "fp32"))),
@@ -54,13 +57,14 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
     for figure, what in (("bf16", "bf16 in and out"), ("fp32", "fp32")):
         count = f"{options.params:,}" if options.params % 2**20 else f"{options.params >> 20}M"
         work, moved = f"Adam, {what}, {count} parameters", bytes_per_parameter(figure)
+        others = {_MEMORY, *_OURS.values()} - {_OURS[figure]}
         for name, result in results.items():
-            if name != _MEMORY:
+            if name not in others:
                 table.append(row_of(
                     result, figure, work, "Gparam/s", floor=memory / moved or None,
                     floor_of=f"{moved} B per parameter, of which the gradient is only read, over the faster of the two "
                     "rates of memory",
-                    bars=bars if name == _OURS and figure == "bf16" else (),
+                    bars=bars if name == _OURS["bf16"] else (),
                 ))  # fmt: skip
     return table + [row_of(results[_MEMORY], kind, f"memory, {kind}", "GB/s") for kind in ("triad", "in place")]
 
@@ -74,31 +78,24 @@ def bytes_per_parameter(dtype: str) -> int:
 
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
-    """Our own optimizer on one large parameter of each dtype."""
+    """Our own optimizer on one large parameter. Options: `dtype`, `params`, and `passes` of a round."""
     import torch
 
+    from tierstore.device.spans import TORCH_DTYPES
     from tierstore.train.cpu_adam import CPUAdam
 
-    optimizers = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        parameter = torch.nn.Parameter(torch.randn(options["params"]).to(dtype))
-        parameter.grad = torch.full_like(parameter, 1e-2)
-        optimizers[name] = CPUAdam([parameter], lr=1e-3, weight_decay=0.01)
+    parameter = torch.nn.Parameter(torch.randn(options["params"]).to(TORCH_DTYPES[options["dtype"]]))
+    parameter.grad = torch.full_like(parameter, 1e-2)
+    with contextlib.closing(CPUAdam([parameter], lr=1e-3, weight_decay=0.01)) as optimizer:
 
-    def run_round(number: int) -> tuple[float, dict[str, float]]:
-        begun_s, rates = time.perf_counter(), {}
-        for name, optimizer in optimizers.items():
+        def run_round(number: int) -> tuple[float, dict[str, float]]:
             start_s = time.perf_counter()
             for _ in range(options["passes"]):
                 optimizer.step()
-            rates[name] = options["params"] * options["passes"] / (time.perf_counter() - start_s) / 1e9
-        return time.perf_counter() - begun_s, rates
+            seconds = time.perf_counter() - start_s
+            return seconds, {options["dtype"]: options["params"] * options["passes"] / seconds / 1e9}
 
-    try:
         yield {"versions": {"torch": torch.__version__}}, run_round
-    finally:
-        for optimizer in optimizers.values():
-            optimizer.close()
 
 
 CASE = Case("adam", heats, rows, reads=("params",))
