@@ -176,6 +176,23 @@ def test_a_file_that_cannot_be_written_any_more_loses_no_table_and_no_case(
     assert done.output.rstrip().endswith("No such file or directory")  # and at the end, where it is seen
 
 
+@pytest.mark.parametrize(
+    ("asked", "timeout_s"), [({}, 600), ({"size": 2**36}, 9600), ({"steps": 20}, 6000), ({"params": 2**16}, 600)]
+)
+def test_a_round_with_more_to_do_may_take_longer(
+    asked: dict[str, int], timeout_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def contest(results: dict[str, Result], rounds: int, tell: object) -> None:
+        seen.extend(one.contestant.round_timeout_s for one in results.values())
+
+    monkeypatch.setattr(bench_run, "contest", contest)
+    case = Case("toy", lambda options, scratch: [[Contestant("one", (), False)]], lambda options, results: [])
+    run_case(case, BenchOptions(nvme=tmp_path, **asked), lambda what, done: None, lambda outcome: None)  # type: ignore[arg-type]
+    assert seen == [timeout_s]
+
+
 @pytest.mark.parametrize("name", [*bench_run.CASES, "cuda"])
 def test_the_table_of_a_case_stands_while_its_heats_have_yet_to_come(name: str, tmp_path: Path) -> None:
     (case,) = cases_of("all", "cuda") if name == "cuda" else cases_of(name)

@@ -91,6 +91,11 @@ class BenchOptions:
             raise ConfigError(f"cannot use --nvme {self.nvme}: {reason}")
         check_outputs(json=self.json, markdown=self.markdown)
 
+    @property
+    def longer(self) -> float:
+        """How many times as long a round may take as one of the defaults, since it has as many times as much to do."""
+        return max(1.0, self.size / 2**32, self.params / 2**26, self.steps / 2)
+
     def wants(self, peer: str) -> bool:
         """Whether to compare with this peer."""
         return not self.peer or peer in self.peer
@@ -103,6 +108,7 @@ class Contestant:
     Attributes:
         missing: why it cannot even be started.
         start_timeout_s: until it is ready; a peer may have to compile its operators first.
+        round_timeout_s: for a round of the default size; see `BenchOptions.longer`.
     """
 
     name: str

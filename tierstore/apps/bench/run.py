@@ -109,7 +109,10 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
             case.prepare(options, directory)
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk by a RuntimeError
             raise StorageError(f"bench {case.name} cannot make its files in {options.nvme}: {error}") from error
-        heats = case.heats(options, directory)
+        heats = [
+            [replace(one, round_timeout_s=options.longer * one.round_timeout_s) for one in heat]
+            for heat in case.heats(options, directory)
+        ]
         results = {one.name: Result(one, trouble=_NOT_YET) for heat in heats for one in heat}
         for index, heat in enumerate(heats):
 
