@@ -201,6 +201,15 @@ def test_the_table_of_a_case_stands_while_its_heats_have_yet_to_come(name: str, 
     assert {row.trouble for row in case.rows(options, results)} == {"missing: not yet"}
 
 
+@pytest.mark.parametrize(("rounds", "spread"), [(3, "smallest, largest"), (4, "quartiles")])
+def test_a_column_says_what_stands_beside_the_median(rounds: int, spread: str) -> None:
+    one = result("one")
+    one.answers = [Answer(float(number), {}, 2**20) for number in range(rounds)]
+    outcome = Outcome("toy", [row_of(one, "seconds", "toy", "s")], {"one": one})
+    said = markdown([outcome], context_of("adam", BenchOptions(), [outcome]))
+    assert f"| median ({spread}) |" in said
+
+
 def test_bars_and_floors_of_adam() -> None:
     (case,) = cases_of("adam")
     results = {

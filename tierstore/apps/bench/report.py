@@ -28,7 +28,7 @@ from tierstore.config import format_size, parse_size
 from tierstore.cores import available_cores
 
 _MUCH_STOLEN = 0.02
-_COLUMNS = ("work", "contestant", "median (quartiles)", "of floor", "peak memory", "bar")
+_WITH_QUARTILES = 4  # rounds; of fewer `middle` gives the smallest and the largest
 
 
 def show(console: Console, outcome: Outcome) -> None:
@@ -37,7 +37,7 @@ def show(console: Console, outcome: Outcome) -> None:
     for work in works:
         rows = [row for row in outcome.rows if row.work == work]
         table = Table(title=escape(work), title_justify="left")
-        for column in _COLUMNS[1:-1]:
+        for column in _columns(outcome)[1:-1]:
             table.add_column(column, justify="left" if column == "contestant" else "right")
         for row in rows:
             table.add_row(*map(escape, _cells(row)[1:-1]))
@@ -53,7 +53,8 @@ def markdown(outcomes: Sequence[Outcome], context: dict[str, Any]) -> str:
     """The tables, with machine, date, versions and command."""
     parts = [f"{_machine_line(context)}\n\n    {context['command']}\n"]
     for outcome in outcomes:
-        lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(_cells(row) for row in outcome.rows)]
+        columns = _columns(outcome)
+        lines = [columns, ("---",) * len(columns), *(_cells(row) for row in outcome.rows)]
         table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
         parts.append("\n\n".join([table, *_notes(outcome.rows), *_stolen(outcome)]) + "\n")
     return "\n".join(parts)
@@ -121,6 +122,12 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def _columns(outcome: Outcome) -> tuple[str, ...]:
+    rounds = max((len(result.answers) for result in outcome.results.values()), default=0)
+    spread = "quartiles" if rounds >= _WITH_QUARTILES else "smallest, largest"
+    return ("work", "contestant", f"median ({spread})", "of floor", "peak memory", "bar")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
