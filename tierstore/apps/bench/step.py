@@ -167,7 +167,8 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
                 heat.append(_as_commands(replace(asked, environment=KEPT_AS_OURS)))
         for mode, called in _MODES.get(name, {}).items() if options.wants("deepspeed") else ():
             store = str(scratch / f"deepspeed-{mode}")
-            heat.append(peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared))
+            theirs = peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared)
+            heat.append(_as_commands(theirs))
     if not options.large and not options.curve and options.heat in (None, "cost"):
         found["cost"] = [_as_commands(ours(_COST, "step_cost", directory=str(scratch), dtype=options.dtype))]
     return list(found.values())
