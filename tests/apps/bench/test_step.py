@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from commands import run_program
@@ -374,6 +374,39 @@ def test_warming_up_ends_with_the_first_right_guess_or_with_an_error() -> None:
     assert list(left) == [0.8]
     with pytest.raises(RuntimeError, match="speculation rests: gradients of 100 steps were clipped"):
         stepper([2.0] * 100).warm_speculation()
+
+
+def test_the_loop_s_lag_is_that_of_rounds_and_between_them_nothing_ticks() -> None:
+    class Loop:
+        now_s = 0.0
+        timers: ClassVar[list[Callable[[], None]]] = []
+
+        def time(self) -> float:
+            return self.now_s
+
+        def call_soon_threadsafe(self, call: Callable[..., None], *given: Any) -> None:
+            call(*given)
+
+        def call_at(self, due_s: float, call: Callable[..., None], *given: Any) -> None:
+            self.timers.append(lambda: call(*given))
+
+        def pass_time(self, seconds: float) -> int:
+            """All timers that wait are called that much later."""
+            self.now_s += seconds
+            due, self.timers[:] = self.timers[:], []
+            for call in due:
+                call()
+            return len(due)
+
+    loop = Loop()
+    lag = step_worker.LoopLag(SimpleNamespace(_parts=SimpleNamespace(runtime=SimpleNamespace(loop=loop))))  # type: ignore[arg-type]
+    assert loop.pass_time(1.0) == 0
+    for late_s in (0.001, 0.003):
+        lag.begin()
+        ticks = [loop.pass_time(step_worker._TICK_S + late_s) for _ in range(3)]
+        assert sum(ticks) >= 3
+        assert lag.take_ms() == pytest.approx(1e3 * late_s)
+    assert [loop.pass_time(1.0), loop.pass_time(1.0)] == [1, 0]
 
 
 def test_what_speculates_is_foretold_from_what_another_recorded(options: BenchOptions, tmp_path: Path) -> None:

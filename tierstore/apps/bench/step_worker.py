@@ -79,25 +79,32 @@ class SameTokens:
 
 
 class LoopLag:
-    """How late a timer of the engine's loop is, which is how long a completion waits there for its turn."""
+    """How late a timer of the engine's loop is, which is how long a completion waits there for its turn.
+
+    It ticks only from `begin()` to `take_ms()`: between its rounds a contestant leaves the cores to the others.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.late_s: list[float] = []
+        self._late_s: list[float] = []
         self._loop = engine._parts.runtime.loop
-        self._loop.call_soon_threadsafe(self._again)
+
+    def begin(self) -> None:
+        self._late_s = []
+        self._loop.call_soon_threadsafe(self._again, self._late_s)
 
     def take_ms(self) -> float:
-        """The 99th percentile since the last call."""
-        late_s, self.late_s = self.late_s, []
+        """The 99th percentile since `begin()`."""
+        late_s, self._late_s = self._late_s, []
         return 1e3 * statistics.quantiles(late_s, n=100)[_PERCENTILE - 1] if len(late_s) > 1 else math.nan
 
-    def _again(self) -> None:
-        due_s = self._loop.time() + _TICK_S
-        self._loop.call_at(due_s, self._tick, due_s)
+    def _again(self, late_s: list[float]) -> None:
+        if late_s is self._late_s:
+            due_s = self._loop.time() + _TICK_S
+            self._loop.call_at(due_s, self._tick, late_s, due_s)
 
-    def _tick(self, due_s: float) -> None:
-        self.late_s.append(self._loop.time() - due_s)
-        self._again()
+    def _tick(self, late_s: list[float], due_s: float) -> None:
+        late_s.append(self._loop.time() - due_s)
+        self._again(late_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +193,7 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
     def run_round(number: int) -> tuple[float, dict[str, float]]:
         engine.flush()
         commits.ends_s.clear()
-        lag.take_ms()
+        lag.begin()
         starts_s, taken, before, spilled_before = [], [], engine.statistics(), _spilled_bytes(engine)
         for _ in range(steps + 2):
             starts_s.append(time.perf_counter())
