@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from pathlib import Path
@@ -352,7 +353,15 @@ def test_an_index_that_names_what_is_missing_is_refused(tmp_path: Path) -> None:
 def test_a_pack_is_no_source(tmp_path: Path) -> None:
     small_checkpoint(tmp_path / "a")
     packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
-    with pytest.raises(FormatError, match="is a pack"):
-        open_source(tmp_path / "p.safetensors")
+    packed(tmp_path / "a", tmp_path / "encoded", codec=Codec.LZ4, memory_bytes=MEMORY)
+    packed(tmp_path / "a", tmp_path / "striped", tmp_path / "rest", memory_bytes=MEMORY)
+    packed(tmp_path / "a", tmp_path / "one" / "model.safetensors", memory_bytes=MEMORY)
+    for place in ("p.safetensors", "encoded", "striped", "one"):
+        with pytest.raises(FormatError, match="is a pack; unpack it first"):
+            open_source(tmp_path / place)
+    names = dict.fromkeys(("wte", "ln_f"), next((tmp_path / "encoded").glob("*.safetensors")).name)
+    (tmp_path / "encoded" / INDEX).write_text(json.dumps({"weight_map": names}))  # as another program writes one
+    with pytest.raises(FormatError, match="is a pack; unpack it first"):
+        open_source(tmp_path / "encoded")
     with pytest.raises(FormatError, match="is an ordinary safetensors file, not a pack"):
         open_archive([tmp_path / "a"])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoints import packed
 from faults import EIO, FaultyBackend
 from power_cuts import Disk, JournalBackend, images
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,16 @@ from torch import nn
 from tierstore.archive.dtypes import TORCH_DTYPES
 from tierstore.archive.publish import Publication
 from tierstore.archive.sources import INDEX, PARTIAL, SINGLE
-from tierstore.errors import CheckpointWarning, ConfigError, DoneButFor, FormatError, StorageError, StorageFull
+from tierstore.config import Codec
+from tierstore.errors import (
+    CheckpointWarning,
+    ChecksumMismatch,
+    ConfigError,
+    DoneButFor,
+    FormatError,
+    StorageError,
+    StorageFull,
+)
 from tierstore.io.backend import Backend, BlockFile, Traffic
 from tierstore.train.checkpoints import CheckpointSource, TensorOut, write_checkpoint
 from tierstore.train.materialize import deferred
@@ -250,6 +260,81 @@ def test_any_alignment(tmp_path: Path) -> None:
     (_, _, piece), *rest = CheckpointSource(tmp_path, nn.Linear(3, 5, bias=False)).stream()
     assert torch.equal(piece.view(5, 3), values)
     assert not rest
+
+
+# Packs.
+
+
+@pytest.mark.parametrize(("codec", "shards"), [(Codec.NONE, 1), (Codec.LZ4_BITSHUFFLE, 1), (Codec.NONE, 3)])
+def test_a_pack_is_read_as_the_checkpoint_that_it_was_made_of(codec: Codec, shards: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    original = gpt2().bfloat16()
+    original.save_pretrained(tmp_path / "a")
+    packed(tmp_path / "a", tmp_path / "p", codec=codec, shards=shards, chunk_bytes=4096)
+    _, values, source = loaded(tmp_path / "p", gpt2)
+    assert_same({name: value.bfloat16() for name, value in values.items()}, original)
+    assert source.unexpected == ()
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 2**20])
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4_BITSHUFFLE])
+def test_each_chunk_of_a_pack_is_read_once(
+    codec: Codec, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt2().bfloat16().save_pretrained(tmp_path / "a")
+    chunks = sum(
+        len(group.chunks)
+        for group in packed(tmp_path / "a", tmp_path / "p", codec=codec, chunk_bytes=chunk_bytes).groups
+    )
+    monkeypatch.setattr("tierstore.train.checkpoint_files.PIECE_ELEMENTS", 1000)
+    read, reads = BlockFile.read_into, []
+
+    def counted(file: BlockFile, *arguments: object, **options: object) -> None:
+        reads.append(file.path)
+        read(file, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlockFile, "read_into", counted)
+    loaded(tmp_path / "p", gpt2)
+    assert len(reads) == chunks
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4_BITSHUFFLE])
+def test_no_damaged_byte_of_a_pack_becomes_a_weight(codec: Codec, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "a")
+    (pack,) = packed(tmp_path / "a", tmp_path / "p", codec=codec).files
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+    with pytest.raises(ChecksumMismatch, match=r"damaged: the chunk at byte .*ln_f"):
+        loaded(tmp_path / "p", gpt2)
+
+
+class Shared(nn.Module):
+    """Two blocks that hold the same buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        table = torch.zeros(4)
+        for block in self.blocks:
+            block.register_buffer("table", table)
+
+
+def test_names_that_share_a_tensor_have_it_in_a_pack_too(tmp_path: Path) -> None:
+    original = Shared()
+    original.blocks[0].table += torch.arange(4.0)
+    torch.save(original.state_dict(), tmp_path / "a.pt")
+    packed(tmp_path / "a.pt", tmp_path / "p")
+    model, values, _ = loaded(tmp_path / "p", Shared)
+    assert_same(values, original)
+    assert all(torch.equal(block.table, torch.arange(4.0)) for block in model.blocks)
+
+
+def test_of_a_pack_that_is_striped_all_files_must_be_in_the_directory(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "a")
+    packed(tmp_path / "a", tmp_path / "p", tmp_path / "q")
+    with pytest.raises(FormatError, match="or, where only one can be named, unpack it first"):
+        CheckpointSource(tmp_path / "p", gpt2()).names()
 
 
 def _index(directory: Path, content: object) -> None:

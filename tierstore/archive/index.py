@@ -35,6 +35,12 @@ def sealed_index(files: Mapping[str, str], names: Sequence[str], total_bytes: in
     return _text(body)
 
 
+def is_of_pack(index: Any) -> bool:
+    """Whether the parsed text of an index says, rightly or not, that a pack is what it names."""
+    metadata = index.get("metadata") if isinstance(index, dict) else None
+    return isinstance(metadata, dict) and (_SEAL in metadata or "files" in metadata)
+
+
 def check_index(data: bytes, source: str) -> list[str]:
     """The files of an index.
 
@@ -44,8 +50,7 @@ def check_index(data: bytes, source: str) -> list[str]:
     """
     body = parse_json(data, source)
     metadata = body.get("metadata") if isinstance(body, dict) else None
-    is_ours = isinstance(metadata, dict) and (_SEAL in metadata or "files" in metadata)
-    if isinstance(body, dict) and "weight_map" in body and not is_ours:
+    if isinstance(body, dict) and "weight_map" in body and not is_of_pack(body):
         raise FormatError(f"{source} is the index of an ordinary checkpoint; make a pack of it by `tierstore pack`")
     seal = metadata.pop(_SEAL, None) if isinstance(metadata, dict) else None
     if not isinstance(metadata, dict) or seal != f"{checksum_bytes(_text(body)):016x}":

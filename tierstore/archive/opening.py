@@ -159,7 +159,10 @@ def _indexed(first: Path, paths: Sequence[Path]) -> list[Path]:
     for name in names:
         there = [path / name for path in paths if (path / name).is_file()]
         if not there:
-            raise FormatError(f"{name} is in none of {', '.join(map(str, paths))}; give all directories of the archive")
+            raise FormatError(
+                f"{name} is in none of {', '.join(map(str, paths))}; give all directories of the archive, or, where "
+                "only one can be named, unpack it first"
+            )
         files.append(there[0])
     return files
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tierstore.archive.index import is_of_pack
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import storage_errors
 from tierstore.pack.archive import ARCHIVE_KEY
@@ -116,6 +117,18 @@ def open_source(path: Path) -> Source:
     return _safetensors_source(path, {path: read_header(path)}, "safetensors file")
 
 
+def is_pack(directory: Path) -> bool:
+    """Whether the safetensors checkpoint in a directory is a pack, of one file or of several.
+
+    Raises:
+        FormatError, StorageError: its header or its index cannot be read.
+    """
+    if (directory / SINGLE).is_file():
+        return ARCHIVE_KEY in read_header(directory / SINGLE).metadata
+    index = directory / INDEX
+    return index.is_file() and is_of_pack(parse_json(small_file(index), str(index)))
+
+
 def _directory(path: Path) -> Source:
     if (path / SINGLE).is_file():
         return _safetensors_source(path, {path / SINGLE: read_header(path / SINGLE)}, "safetensors checkpoint")
@@ -137,6 +150,8 @@ def _directory(path: Path) -> Source:
 
 
 def _indexed(path: Path) -> Source:
+    if is_pack(path):  # before its files are looked at: a striped one may lack some, one with a codec all tensors
+        raise _is_a_pack(path)
     headers = {file: header for file, header, _ in indexed_files(path)}
     if not headers:
         raise FormatError(f"{path / INDEX} names no tensors")
@@ -147,11 +162,13 @@ def indexed_files(directory: Path) -> Iterator[tuple[Path, Header, list[str]]]:
     """The files of a safetensors index, each with its header and the names of the tensors that the index puts there.
 
     Raises:
-        FormatError: a file is missing, or a tensor in it.
+        FormatError: a file is missing, or a tensor in it; or it is a pack.
         StorageError: a file cannot be read.
     """
     for path, names in _named_files(directory / INDEX).items():
         header = read_header(path)
+        if ARCHIVE_KEY in header.metadata:
+            raise _is_a_pack(path)
         refuse_absent(path, names, header.tensors)
         yield path, header, names
 
@@ -189,7 +206,7 @@ def _safetensors_source(path: Path, headers: Mapping[Path, Header], kind: str) -
     metadata: dict[str, str] = {}
     for file, header in headers.items():
         if ARCHIVE_KEY in header.metadata:
-            raise FormatError(f"{file} is a pack; unpack it first, or use it as it is")
+            raise _is_a_pack(file)
         for name, entry in header.tensors.items():
             if name in tensors:
                 raise FormatError(f"tensor {quoted(name)} stands in two files of {path}; one of them is {file.name}")
@@ -197,6 +214,10 @@ def _safetensors_source(path: Path, headers: Mapping[Path, Header], kind: str) -
             tensors[name] = SourceTensor(TensorSpec(name, entry.dtype, entry.shape), (piece,))
         metadata |= own_metadata(header.metadata)
     return Source(path, kind, tensors, config=_config(path if path.is_dir() else path.parent), metadata=metadata)
+
+
+def _is_a_pack(path: Path) -> FormatError:
+    return FormatError(f"{path} is a pack; unpack it first, or use it as it is")
 
 
 def own_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

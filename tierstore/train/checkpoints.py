@@ -50,7 +50,7 @@ class _Plan:
 
 
 class CheckpointSource(BuiltSource):
-    """The values of a model's parameters and persistent buffers in a directory of safetensors.
+    """The values of a model's parameters and persistent buffers in a directory of safetensors, perhaps a pack.
 
     Names may differ as transformers allows: with or without the base model's prefix, a tied weight under any of its
     names, and whatever transformers' tables convert on loading. For a converted tensor all that it is made of is read
@@ -88,7 +88,8 @@ class CheckpointSource(BuiltSource):
         """All parameters of the model.
 
         Raises:
-            FormatError: tensors are missing, quantized or have another shape, or the files are not safetensors.
+            FormatError: tensors are missing, quantized or have another shape, or the files are not safetensors, or a
+                damaged pack.
             StorageError: a file cannot be read.
         """
         return set(self._plan.parameters)
@@ -156,7 +157,7 @@ class CheckpointSource(BuiltSource):
             raise self._misfit(problems)
         if meta := [name for name, buffer in persistent_buffers(self._model).items() if buffer.is_meta]:
             raise ConfigError(f"{len(meta)} buffers are on the meta device, first {meta[0]!r}: build with deferred()")
-        direct.sort(key=lambda item: (item[1].path, item[1].begin))
+        direct.sort(key=lambda item: item[1].place)
         buffers = {name for name, _ in self._model.named_buffers()}
         unexpected = tuple(sorted(name for name in unused if self._is_strange(name, buffers)))
         return _Plan(frozenset(self._canonical.values()), stored, direct, converted, missing, unexpected)
