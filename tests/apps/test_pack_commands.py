@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -101,6 +102,76 @@ def test_what_stands_beside_a_single_file_is_not_copied(tmp_path: Path) -> None:
     for command, source, out in (("pack", "a.safetensors", "p"), ("unpack", "p.safetensors", "out")):
         run(command, tmp_path / source, tmp_path / out)
         assert not (tmp_path / out / "config.json").exists()
+
+
+def model_with(folder: Path, **files: str) -> Path:
+    """A checkpoint and files beside it, whose dots are written as two underscores."""
+    folder.mkdir()
+    small_checkpoint(folder / "model.safetensors", blocks=1)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def beside(folder: Path) -> dict[str, str]:
+    left = (path for path in folder.iterdir() if ".safetensors" not in path.name)
+    return {path.name: path.read_text() for path in left}
+
+
+def test_a_pack_that_replaces_another_one_has_nothing_of_its_model_beside_it(tmp_path: Path) -> None:
+    """Else the weights are read as a model of another configuration, or the text by another tokenizer."""
+    old = {"config__json": "[1]", "generation_config__json": "[1]", "tokenizer__json": "[1]", "vocab__json": "[1]"}
+    a = model_with(tmp_path / "a", **old)
+    b = model_with(tmp_path / "b", config__json="[2]", tokenizer__model="2")
+    run("pack", a, tmp_path / "p")
+    (tmp_path / "p" / "README.md").write_text("mine")
+    run("pack", b, tmp_path / "p", "--overwrite")
+    assert beside(tmp_path / "p") == {"config.json": "[2]", "tokenizer.model": "2", "README.md": "mine"}
+
+
+def test_a_tokenizer_that_the_user_has_put_beside_a_pack_stays(tmp_path: Path) -> None:
+    a = model_with(tmp_path / "a", config__json="[1]")
+    run("pack", a, tmp_path / "p")
+    (tmp_path / "p" / "tokenizer.json").write_text("[3]")
+    run("pack", a, tmp_path / "p", "--overwrite")
+    assert beside(tmp_path / "p") == {"config.json": "[1]", "tokenizer.json": "[3]"}
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("[4]")
+    run("unpack", tmp_path / "p", out)
+    assert beside(out) == {"config.json": "[4]", "tokenizer.json": "[3]"}
+
+
+@pytest.mark.parametrize("name", ["spm.model", "source.spm", "target.spm", "bpe.codes", "tekken.json"])
+def test_files_of_all_tokenizers_are_copied(name: str, tmp_path: Path) -> None:
+    a = model_with(tmp_path / "a", config__json="[1]")
+    (a / name).write_text("it")
+    (a / "notes.txt").write_text("not it")
+    (tmp_path / "p").mkdir()
+    copy_companions(a, tmp_path / "p")
+    assert beside(tmp_path / "p") == {"config.json": "[1]", name: "it"}
+
+
+@pytest.mark.parametrize("command", ["pack", "unpack"])
+def test_without_room_for_what_stands_beside_the_weights_these_are_told_to_be_there(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model_with(tmp_path / "a", config__json="[1]", tokenizer__json="[1]")
+    if command == "unpack":
+        source = tmp_path / "p"
+        run("pack", tmp_path / "a", source)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    out = tmp_path / "out"
+    told = " ".join(run(command, source, out, code=1).stderr.split())
+    assert f"the weights in {out} are whole, but " in told
+    assert told.endswith(f"; copy config.json and the tokenizer's files from {source} yourself")
+    assert beside(out) == {}
+    monkeypatch.undo()
+    assert tierstore.load_pack(out) if command == "pack" else read_safetensors(out / "model.safetensors")
 
 
 def test_a_part_of_a_checkpoint_is_packed_under_its_own_names(tmp_path: Path) -> None:

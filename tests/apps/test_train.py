@@ -478,6 +478,22 @@ def test_an_export_says_what_was_given_and_takes_along_what_a_checkpoint_has(
     transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
+def test_an_export_over_one_of_another_model_has_nothing_of_that_beside_it(
+    options: Callable[..., TrainOptions], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for name, files in (("a", ("tokenizer.json", "vocab.json")), ("b", ("tokenizer.json",))):
+        source = tmp_path / name
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps({**TINY_GPT2, "attn_pdrop": 0.3}))
+        for file in files:
+            (source / file).write_text(json.dumps(name))
+        run(options(config=None, checkpoint=source, export=out, steps=1))
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert (out / "tokenizer.json").read_text() == '"b"'
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32", "that of the export, not a copy"
+
+
 def test_vectors_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     model[0].bias.requires_grad_(False)

@@ -14,10 +14,18 @@ from tierstore.errors import ConfigError
 from tierstore.io.directories import why_no_directory
 from tierstore.store.names import holds_data
 
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-              "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
-              "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
-"""Files that transformers and tokenizers read beside weights."""
+COMPANION_KINDS = (
+    ("config.json", "generation_config.json"),
+    ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+     "spiece.model", "spm.model", "spm_char.model", "sentencepiece.model", "sentencepiece.bpe.model", "tiktoken.model",
+     "tekken.json", "source.spm", "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "bpe.codes",
+     "dict.txt", "emoji.json", "normalizer.json", "entity_vocab.json", "byte_maps.json", "word_shape.json",
+     "word_pronunciation.json", "prophetnet.tokenizer", "audio_tokenizer_config.json", "processor_config.json",
+     "preprocessor_config.json", "video_preprocessor_config.json"),
+)  # fmt: skip
+"""Files that transformers and tokenizers read beside weights: of the model; of what makes its input."""
+COMPANIONS = tuple(name for kind in COMPANION_KINDS for name in kind)
 _CHECKPOINTS = (".safetensors", ".index.json", ".pt", ".pth", ".bin", ".ckpt")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.output_files import COMPANIONS, check_directory, check_outputs, refuse_store
+from tierstore.apps.output_files import COMPANION_KINDS, check_directory, check_outputs, refuse_store
 from tierstore.archive.publish import turn
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
@@ -100,14 +100,26 @@ def little_room(directory: Path, nbytes: int) -> list[str]:
     ]
 
 
-def copy_companions(source: Path, directory: Path) -> None:
-    """Copy the files that are read beside the weights, the configuration too; files that are there already stay.
+def copy_companions(source: Path, directory: Path, *, replace: bool = False) -> None:
+    """Copy the files that are read beside the weights, the configuration too.
+
+    Args:
+        replace: False: files that are there already stay. True: they may describe weights that are no more, so of each
+            kind of which the source has a file, only its files are there in the end.
 
     Raises:
+        ConfigError: another writer does not end.
         StorageError: the system refused.
     """
-    for name in COMPANIONS:
-        if (source / name).is_file() and not (directory / name).exists():
-            with storage_errors(f"copy to {directory}", source / name), _whole(directory) as made:
-                if not (directory / name).exists():  # another writer may have made it while this one waited
-                    shutil.copyfile(source / name, made / name)
+    for kind in COMPANION_KINDS:
+        names = [name for name in kind if (source / name).is_file()]
+        for name in names:
+            if replace or not (directory / name).exists():
+                with storage_errors(f"copy to {directory}", source / name), _whole(directory) as made:
+                    # Another writer may have made it while this one waited.
+                    if replace or not (directory / name).exists():
+                        shutil.copyfile(source / name, made / name)
+        for name in kind if replace and names else ():
+            if name not in names and os.path.lexists(directory / name):
+                with storage_errors("removal", directory / name):
+                    os.unlink(directory / name)

@@ -27,7 +27,7 @@ from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import Source, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec, format_size
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DoneButFor, StorageError
 from tierstore.io.watch import Attended
 from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.plan.archive_codec import ArchiveChoice
@@ -69,6 +69,7 @@ def run_pack(
 
     Raises:
         ConfigError, BudgetError, StorageError, FormatError: as `archive.packing.pack`.
+        DoneButFor: the pack is there, not all that belongs beside it is.
         Timeout: a disk does not answer.
     """
     if read_bytes_per_s is not None and codec is not Codec.AUTO:
@@ -95,7 +96,7 @@ def run_pack(
             )
         seconds = time.perf_counter() - start
         if path.is_dir() and not options.names_a_file:  # beside a file may stand what belongs to another model
-            attended.call(copy_companions, path, options.destinations[0])
+            _copy_companions(attended, path, options.destinations[0], replace=options.overwrite)
     return PackSummary(source, packed, choices, seconds)
 
 
@@ -115,8 +116,18 @@ def run_unpack(
             written = attended.call(unpack, files, options, backend=attended.backend, progress=advance)
         seconds = time.perf_counter() - start
         if paths[0].is_dir() and not options.names_a_file:
-            attended.call(copy_companions, paths[0], options.destination)
+            _copy_companions(attended, paths[0], options.destination)
     return written, seconds
+
+
+def _copy_companions(attended: Attended, source: Path, directory: Path, *, replace: bool = False) -> None:
+    try:
+        attended.call(copy_companions, source, directory, replace=replace)
+    except (ConfigError, StorageError) as error:
+        raise DoneButFor(
+            f"the weights in {directory} are whole, but {error}; copy config.json and the tokenizer's files from "
+            f"{source} yourself"
+        ) from error
 
 
 def show_pack(summary: PackSummary, console: Console) -> None:

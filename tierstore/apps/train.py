@@ -36,6 +36,7 @@ from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
 from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
+from tierstore.archive.sources import INDEX, SINGLE
 from tierstore.config import Codec, Resume, TierConfig, format_size
 from tierstore.cores import share_of_cores
 from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, UnusedOptionWarning
@@ -275,13 +276,14 @@ class _Run:
 
     def _export(self, directory: Path) -> None:
         options, has_weights = self._options, False
+        is_there = any((directory / name).is_file() for name in (SINGLE, INDEX))
         try:
             self._export_weights(directory)
             has_weights = True
             if self._crew.leads:
-                outputs.write_configuration(self._parts.configuration, directory)
                 if options.checkpoint is not None:
-                    outputs.copy_companions(options.checkpoint, directory)
+                    outputs.copy_companions(options.checkpoint, directory, replace=is_there)
+                outputs.write_configuration(self._parts.configuration, directory)  # last: in place of that copy
         except (ConfigError, StorageError) as error:  # somebody else writes there, or the system refused
             what = "the store holds the trained weights: make room, and repeat the command with --resume auto"
             if has_weights or isinstance(error, DoneButFor):

@@ -53,7 +53,9 @@ def pack(
         str | None,
         typer.Option(metavar="KEY", help="Only what the checkpoint holds below this key, such as state_dict."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a pack that is there; in a directory its configuration, too.")
+    ] = False,
     timeout: Annotated[float, _TIMEOUT] = 1800.0,
     json: Annotated[Path | None, _JSON] = None,
     debug: Debug = False,
