@@ -502,6 +502,11 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero_models.py::test_ranks_that_are_not_as_one_are_told",
     ),
     Mutation(
+        "random states of another rank are seeded anew", "train/generations.py Generations._restore",
+        "capture.reseed(number)",
+        "train/test_which_store.py::test_the_ranks_of_a_copied_store_draw_numbers_of_their_own",
+    ),
+    Mutation(
         "weights of a chunk that is updated in part are copied", "store/updates.py UpdatePipeline._apply",
         "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
     ),

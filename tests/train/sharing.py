@@ -26,7 +26,7 @@ from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, GraphError, RankLost, StorageFull, TierstoreError
 from tierstore.garbage import no_garbage_collection
 from tierstore.io import machine
-from tierstore.train import filling, partition
+from tierstore.train import capture, filling, partition
 from tierstore.train import ranks as train_ranks
 from tierstore.train.engine import Engine
 from tierstore.train.gathering import Gathers
@@ -397,6 +397,23 @@ def train_apart(rank: int, ranks: int, directory: str, *, has_hosts: bool = Fals
         if has_hosts:
             patch.setattr(partition, "boot_id", lambda: f"host {rank}")
         return train(rank, ranks, f"{directory}/{rank}", 1, **options)
+
+
+def drawn(rank: int, ranks: int, directory: str, nodes: int, tells_rank: bool = True) -> float:
+    """The first random number of a run on so many nodes, whose ranks were seeded differently before it began.
+
+    Args:
+        tells_rank: the generation says whose random states it holds; older releases did not.
+    """
+    mesh = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
+    tiers = TierConfig(gpu_memory="4MiB", cpu_memory="24MiB", nvme=[f"{directory}/{mesh.get_coordinate()[0]}"])
+    model, told = tiny(blocks=1), capture.random_states
+    torch.manual_seed(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if not tells_rank:
+            patch.setattr(capture, "random_states", lambda *_: {k: v for k, v in told().items() if k != "rank"})
+        with Engine(model, tiers, device_mesh=mesh, resume="auto"):
+            return torch.rand(()).item()
 
 
 def train_replicas(rank: int, ranks: int, directory: str, shards: int, **options: Any) -> dict[str, Any]:

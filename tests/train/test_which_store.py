@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ranks import Outcome, outcomes_of, run_ranks
-from sharing import train, train_apart, train_replicas
+from sharing import drawn, train, train_apart, train_replicas
 
 from tierstore.config import Durability, Resume
 from tierstore.store.manifest import digest
@@ -73,6 +73,17 @@ def test_a_node_that_went_on_alone(tmp_path: Path) -> None:
     one, other = nodes(tmp_path, STEPS + 3)
     assert one["begun_at"] == STEPS + 2
     assert all((other["weights"][name] == weight).all() for name, weight in one["weights"].items())
+
+
+@pytest.mark.parametrize("tells_rank", [True, False])
+def test_the_ranks_of_a_copied_store_draw_numbers_of_their_own(tells_rank: bool, tmp_path: Path) -> None:
+    begun = run_ranks(4, drawn, str(tmp_path), 2, tells_rank)
+    assert run_ranks(4, drawn, str(tmp_path), 2) == begun
+    shutil.rmtree(tmp_path / "1")
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    copied = run_ranks(4, drawn, str(tmp_path), 2)
+    assert copied[:2] == begun[:2]
+    assert len({*copied}) == (4 if tells_rank else 2)
 
 
 def test_stores_of_an_older_release_open(tmp_path: Path) -> None:

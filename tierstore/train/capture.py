@@ -44,11 +44,12 @@ class Stateful(Protocol):
         """Put back what `state_dict` gave."""
 
 
-def random_states(gpu: int | None = None) -> dict[str, Any]:
+def random_states(gpu: int | None = None, rank: int = 0) -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators, of the CPU and of every CUDA device in use.
 
     Args:
         gpu: which of these the model is on; None if it is on none, or if it does not matter.
+        rank: whose states these are; `restore_random_states` leaves it to its caller.
 
     Raises:
         ConfigError: as `check_generators`.
@@ -59,6 +60,7 @@ def random_states(gpu: int | None = None) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (str(name), np.array(keys), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state().numpy(),
+        "rank": rank,
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
@@ -139,6 +141,7 @@ def _check_random_states(states: Mapping[str, Any]) -> None:
     if name != "MT19937" or not isinstance(keys, np.ndarray) or keys.shape != (_MT19937_WORDS,):
         raise FormatError("the random state of numpy is of another length")
     number_of(position, 0, _MT19937_WORDS, "the position of numpy's random state")  # numpy reads at this index
+    number_of(states.get("rank", 0), 0, 2**31, "the rank of the random states")
 
 
 def reseed(rank: int) -> None:

@@ -219,8 +219,8 @@ class Generations:
             touched = sorted(self.pending.touched)
             state["pending"] = {"set": self.gradient_set, "touched": touched, "scale": self.pending.scale}
         # The random states last: capturing the others may draw random numbers.
-        gpu = self._parts.device.torch_device.index
-        plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states(gpu)}
+        random = capture.random_states(self._parts.device.torch_device.index, self._parts.partition.number)
+        plain: dict[str, Any] = capture.plain(state) | {"random": random}
         return plain
 
     def begin(self) -> None:
@@ -245,16 +245,13 @@ class Generations:
             touched = set(pending["touched"])
             self.pending = Pending(touched & self._parts.stepper.steps.keys(), pending["scale"])
             self._collect_in(pending["set"])
-        own, is_new_rank = self._own_part(captured)
+        position, number = self._parts.partition.position, self._parts.partition.number
+        parts = [captured, *captured.get("ranks", [])]  # by position, what differs by rank (`PER_RANK`)
+        own = parts[position] if position < len(parts) else captured
         self.given.restore(captured, own["registered"])
         capture.load_module_state(self._parts.model, own["buffers"])
         capture.restore_random_states(own["random"], self._parts.device.torch_device.index)
-        if is_new_rank:
-            capture.reseed(self._parts.partition.position)
-
-    def _own_part(self, captured: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-        """The part of the state that differs by rank (`PER_RANK`), and whether this rank is new and takes rank 0's."""
-        position, others = self._parts.partition.position, captured.get("ranks", [])
-        if position == 0:
-            return captured, False
-        return (others[position - 1], False) if position <= len(others) else (captured, True)
+        # Not this rank's states: it is new, or the directories are copies of another machine's. Older releases do not
+        # tell whose states these are.
+        if position >= len(parts) or own["random"].get("rank", number) != number:
+            capture.reseed(number)

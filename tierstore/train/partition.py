@@ -95,7 +95,7 @@ class Partition:
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of all, or the only one."""
-        return self.ranks is None or self.ranks.rank == 0
+        return self.number == 0
 
     @property
     def keeps_all(self) -> bool:
@@ -106,6 +106,11 @@ class Partition:
     def scatters(self) -> bool:
         """Whether a rank gets only its part of a reduced gradient."""
         return self.stage >= 2 and self.count > 1
+
+    @property
+    def number(self) -> int:
+        """Number of this rank among all."""
+        return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def world(self) -> int:
@@ -183,7 +188,7 @@ class Partition:
         """
         if self.ranks is None:
             return Alone()
-        where = _Place(boot_id(), [os.path.realpath(path) for path in tiers.nvme] or [f"rank {self.ranks.rank}"])
+        where = _Place(boot_id(), [os.path.realpath(path) for path in tiers.nvme] or [f"rank {self.number}"])
         told = self.exchange("the directories of the store", (where, self.shards[0]))
         places = [place for place, _ in told]
         for rank, (place, first) in enumerate(told) if tiers.nvme else ():
@@ -192,7 +197,7 @@ class Partition:
             there = places.index(place)
             _check_own_store(rank, place, first, there, told[there][1])
         members = [rank for rank, place in enumerate(places) if place == where]
-        self.position = members.index(self.ranks.rank)
+        self.position = members.index(self.number)
         self._team = _RankTeam(self.ranks, self._teams, members)
         return self._team
 
