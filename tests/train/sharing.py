@@ -416,6 +416,20 @@ def drawn(rank: int, ranks: int, directory: str, nodes: int, tells_rank: bool = 
             return torch.rand(()).item()
 
 
+def leave_by_an_error(rank: int, ranks: int, directory: str, timeout_s: float, has_snapshot: bool) -> str:
+    """The error of a rank, where the last one fails between steps while a commit waits, or a snapshot is copied."""
+    tiers = TierConfig(gpu_memory="4MiB", cpu_memory="24MiB", nvme=[directory], timeout_s=timeout_s)
+    with pytest.raises((ValueError, RankLost)) as told, Engine(tiny(), tiers, commit_every=10) as engine:  # noqa: PT012
+        for batch in batches(3, rank, ranks):
+            engine.backward(next_token_loss(engine, batch))
+            engine.step()
+            if has_snapshot and engine.step_count == 1:
+                engine.snapshot("kept")
+            if rank == ranks - 1:
+                raise ValueError("a broken sample")
+    return str(told.value)
+
+
 def train_replicas(rank: int, ranks: int, directory: str, shards: int, **options: Any) -> dict[str, Any]:
     """A step of replicas of so many ranks, all of which name one directory."""
     options["device_mesh"] = init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))

@@ -14,7 +14,16 @@ import pytest
 import torch
 from kill_ranks import STEPS, TIMEOUT_S, go_on, lose_one, moments, waits_of
 from ranks import outcomes_of, run_ranks
-from sharing import begin_beside_a_stopped_one, begin_late, find_no_room, lose, lose_the_store, meet_late, meet_once
+from sharing import (
+    begin_beside_a_stopped_one,
+    begin_late,
+    find_no_room,
+    leave_by_an_error,
+    lose,
+    lose_the_store,
+    meet_late,
+    meet_once,
+)
 from torch import distributed
 from torch.distributed import distributed_c10d
 
@@ -80,6 +89,14 @@ def test_a_rank_without_room_for_weights_ends_the_others() -> None:
     assert last == "BudgetError: the GPU has no room"
     assert first.startswith("RankLost: rank 0 of 2 waited for the weights of ")
     assert "and rank 1 has left (closed); see why there" in first
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+def test_a_rank_that_leaves_by_an_error_keeps_nobody_waiting(has_snapshot: bool, tmp_path: Path) -> None:
+    """What is left to do needs all ranks, and the others are in their next step."""
+    first, last = run_ranks(2, leave_by_an_error, str(tmp_path / "store"), TIMEOUT_S, has_snapshot)
+    assert last == "a broken sample"
+    assert re.match("rank 0 of 2 waited for .*, and rank 1 has left .closed.; see why there", first), first
 
 
 @pytest.fixture

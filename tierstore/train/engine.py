@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import inspect
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -503,7 +504,8 @@ class Engine:
     def close(self) -> None:
         """Finish what is running, commit it, and give everything back. Twice is fine; at exit an open engine is closed.
 
-        Called in a callback of `on_step`, it closes the engine at the end of that step.
+        Called in a callback of `on_step`, it closes the engine at the end of that step. With several ranks an exception
+        that leaves the `with` block, or ends the process, gives up the commit that waits and the snapshot in progress.
 
         Raises:
             ConfigError: another thread is in a call of this engine.
@@ -514,7 +516,8 @@ class Engine:
         with self._order.alone("close()"):
             self._close()
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
+        """Close, because of an error if there is one."""
         is_over = self._order.is_closed and not self._parts.runtime.is_open
         if not is_over:
             self._parts.runtime.check_process()
@@ -531,7 +534,10 @@ class Engine:
         has_moved = driver.has_decided or (may_decide and (self._order.has_final_backward or self._order.is_broken))
         if has_moved or self._order.is_busy_elsewhere:
             self._generations.forget()  # the store has moved past that commit, into a step that nobody will finish
-        self._parts.close(self._generations.finish)
+        if self._parts.partition.is_shared and isinstance(error, Exception):  # an interrupt comes to all ranks
+            self._parts.close()  # to finish takes all ranks, and the others may be in a step
+        else:
+            self._parts.close(self._generations.finish)
 
     def __enter__(self) -> Engine:
         self._order.refuse_closed()
@@ -542,7 +548,8 @@ class Engine:
             self.close()
             return
         try:
-            self.close()
+            with self._order.alone("close()"):
+                self._close(error)
         except ConfigError as other:
             error.add_note(f"the engine stays open: {other}")
         except Exception:  # the error on its way out is the one to tell
@@ -565,5 +572,5 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     """The interpreter ends, and nobody has closed the engine: its last step is committed all the same."""
     left = engine()
     if left is not None and not left._parts.runtime.is_inherited:
-        left._close()  # a daemon thread may be in a call, which it will never finish
+        left._close(getattr(sys, "last_value", None))  # a daemon thread may be in a call, which it will never finish
 
