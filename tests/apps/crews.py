@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,20 @@ def _sentence(rank: int, ranks: int, work: Any) -> str:
     return "nothing failed"
 
 
+def options_in(folder: str) -> TrainOptions:
+    return TrainOptions(
+        config=Path(folder, "config.json"), data=Path(folder, "text"), batch=4, sequence=32, gpu_memory=2**22,
+        cpu_memory=2**23, dtype=Precision.FP32, dropout=0.2, evaluate=3, threads=1,
+    )  # fmt: skip
+
+
+def given(rank: int, ranks: int, folder: str, others: dict[str, Any]) -> str:
+    """The sentence of a run in which the last rank is given other options."""
+    options = replace(options_in(folder), **(others if rank == ranks - 1 else {}))
+    console = Console(file=io.StringIO(), force_terminal=False)
+    return _sentence(rank, ranks, lambda crew: train(options, Reporter(console), crew=crew))
+
+
 def trained(rank: int, ranks: int, folder: str, name: str, steps: int, stop_at: int | None = None) -> dict[str, Any]:
     """A run with dropout; one rank of it may be asked to stop while a step runs.
 
@@ -72,11 +87,7 @@ def trained(rank: int, ranks: int, folder: str, name: str, steps: int, stop_at: 
     """
     crew, group = crew_of(rank, ranks)
     lines = Path(folder, f"{name}.jsonl")
-    options = TrainOptions(
-        config=Path(folder, "config.json"), data=Path(folder, "text"), nvme=(Path(folder, name),), batch=4, sequence=32,
-        gpu_memory=2**22, cpu_memory=2**23, dtype=Precision.FP32, steps=steps, dropout=0.2, evaluate=3, threads=1,
-        resume=Resume.AUTO, json=lines,
-    )  # fmt: skip
+    options = replace(options_in(folder), nvme=(Path(folder, name),), steps=steps, resume=Resume.AUTO, json=lines)
     with StopRequest(rank=rank, ranks=ranks) as stop:
 
         def make_engine(**arguments: Any) -> Engine:

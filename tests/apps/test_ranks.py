@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 from commands import forked, launched
-from crews import all_fail, differ, one_fails, one_is_lost, trained
+from crews import all_fail, differ, given, one_fails, one_is_lost, trained
 from ranks import call, run_in_turn, run_ranks
 from torch.distributed import HashStore, TCPStore
 from typer.testing import CliRunner
@@ -171,6 +171,17 @@ def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_th
 )
 def test_a_failure_is_said_once(function: Any, sentences: list[str]) -> None:
     assert run_ranks(2, function) == sentences
+
+
+def test_ranks_with_another_export_or_model_are_told_before_they_train(folder: Path) -> None:
+    """Ranks are on several machines. All take part in an export; other numbers of heads have the same shapes."""
+    other = folder / "other.json"
+    other.write_text(json.dumps(TINY | {"n_head": 4}))
+    found = run_in_turn(2, given, [call(str(folder), {"export": folder / "out"}), call(str(folder), {"config": other})])
+    assert found == [
+        ["whether to --export is True at rank 1 and False at rank 0; give all ranks the same", ""],
+        ["n_head of the model is 4 at rank 1 and 2 at rank 0; give all ranks the same", ""],
+    ]
 
 
 def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(folder: Path) -> None:

@@ -82,6 +82,12 @@ def _set_dropout(configuration: Any, dropout: float) -> None:
             values[name] = dropout  # not by setattr: some configurations declare that a rate is an int
 
 
+def described(configuration: Any) -> dict[str, Any]:
+    """What a configuration says of the model, by names for a person; not where it is from."""
+    origin = ("_name_or_path", "transformers_version")
+    return {f"{key} of the model": value for key, value in configuration.to_dict().items() if key not in origin}
+
+
 def build(configuration: Any, precision: Precision) -> nn.Module:
     """A causal language model with new weights, on the current default device (which may be meta).
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tierstore.apps import outputs
+from tierstore.apps import outputs, presets
 from tierstore.apps.arithmetic import slow_products_notes
 from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
@@ -99,10 +99,12 @@ def train(
     is_told = crew.leads and options.resume is not Resume.PREVIOUS  # whose own error says what to do
     with advised(options.nvme if is_told else (), reporter.console), contextlib.ExitStack() as stack:
         names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
-        crew.check_same("options", {name: getattr(options, name) for name in names})
+        same = {name: getattr(options, name) for name in names}
+        crew.check_same("options", same | {"whether to --export": options.export is not None})  # all take part in it
         with spinner(reporter.console, "making the model and reading the text"):
             parts = crew.all_succeed("the model and the text", prepare)
-        crew.check_same("training text", {"the fingerprint of the training text": parts.corpus.fingerprint})
+        text = {"the fingerprint of the training text": parts.corpus.fingerprint}
+        crew.check_same("the model and the text", text | presets.described(parts.configuration))
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None and crew.leads)
         with spinner(reporter.console, "making the engine (on a new machine its kernels are compiled first)"):
