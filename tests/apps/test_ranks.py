@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,6 +286,20 @@ def test_a_rank_that_fails_is_not_cut_short_by_the_launcher() -> None:
         assert left == [143]
 
 
+def test_ranks_that_are_started_again_do_not_meet_those_before_them() -> None:
+    """torchrun keeps one store over all starts."""
+    store, names = HashStore(), []
+    store.set("asks/2", "a rank that has died")
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(2):
+            first = threads.submit(crew._name_of_start, store, Launch(0, 3))
+            assert store.get("for/a rank that has died")
+            others = [threads.submit(crew._name_of_start, store, Launch(rank, 3)) for rank in (1, 2)]
+            names += [{one.result(WAITING_S) for one in (first, *others)}]
+    assert [len(both) for both in names] == [1, 1]
+    assert names[0] != names[1]
+
+
 def test_one_rank_needs_no_group() -> None:
     crew = Crew()
     assert crew.exchange("nothing", 3) == [3]
@@ -297,6 +312,7 @@ def test_collectives_of_a_run_that_fails_are_aborted(fails: bool, monkeypatch: p
     """Some may wait for a rank that is gone, if the engine could not be closed."""
     ended = []
     monkeypatch.setattr(crew, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(crew, "_name_of_start", lambda *_: "start")
     monkeypatch.setattr(crew.distributed, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(crew, "Ranks", lambda **_: SimpleNamespace(exchange=lambda *_: [], close=lambda: None))
     monkeypatch.setattr(crew, "end_groups", lambda groups, is_whole: ended.append((groups, is_whole)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -144,6 +145,34 @@ def _meant(text: str) -> str:
     return found[2] if found else text
 
 
+def _name_of_start(store: Any, launch: Launch) -> str:
+    """A name that the ranks of this start share, and no others.
+
+    torchrun's store keeps what ranks wrote before they were started again, and each machine counts its own restarts.
+    So a rank asks rank 0 under a name of its own, which no rank before it can have answered, and says that it has come;
+    rank 0 also answers ranks that are no more. (Of each machine, torchrun ends all ranks before it starts them again.)
+
+    Raises:
+        RuntimeError: a rank does not come.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + _TIMEOUT_S
+    if launch.rank:
+        store.set(f"asks/{launch.rank}", mine)
+        name: str = store.get(f"for/{mine}").decode()
+        store.set(f"{name}/{launch.rank}", "")
+        return name
+    late = list(range(1, launch.count))
+    while late:
+        for rank in late:
+            if store.check([f"asks/{rank}"]):
+                store.set(f"for/{store.get(f'asks/{rank}').decode()}", mine)
+        time.sleep(_POLL_S)
+        late = [rank for rank in late if not store.check([f"{mine}/{rank}"])]
+        if late and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {', '.join(map(str, late))} did not come in {_TIMEOUT_S:g} s")
+    return mine
+
+
 @contextlib.contextmanager
 def joined(launch: Launch, device: str) -> Iterator[Crew]:
     """The ranks, as long as they train together: the process group is made here, and destroyed at the end.
@@ -162,10 +191,7 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
         timeout = timedelta(seconds=_TIMEOUT_S)
         store, rank, count = next(rendezvous("env://", timeout=timeout))
-        if launch.nodes == 1:
-            # Otherwise ranks that torchrun starts again would find the addresses of those before them. (Not with
-            # several machines: each counts its own restarts.)
-            store = PrefixStore(f"tierstore/attempt-{launch.attempt}", store)
+        store = PrefixStore(_name_of_start(PrefixStore("tierstore/starts", store), launch), store)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     except (ValueError, RuntimeError) as error:
         why = f"({' '.join(str(error).split())})"

@@ -21,14 +21,12 @@ class Launch:
     Attributes:
         rank, count: this process's rank among all processes, and their number.
         local_rank, local_count: likewise among the processes on this machine.
-        attempt: how often torchrun has started the ranks again.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     local_count: int = 1
-    attempt: int = 0
 
     @property
     def nodes(self) -> int:
@@ -46,7 +44,6 @@ class Launch:
         if "WORLD_SIZE" not in environment or "RANK" not in environment:
             return cls()
         values = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-        values["TORCHELASTIC_RESTART_COUNT"] = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             launch = cls(*map(int, values.values()))
             if not (0 <= launch.rank < launch.count and 0 <= launch.local_rank < launch.local_count <= launch.count):
