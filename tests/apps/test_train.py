@@ -513,20 +513,26 @@ def test_what_the_engine_is_given(options: Callable[..., TrainOptions]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cores", "given", "of_torch", "of_adam"),
-    [(1, 64, None, [], 16), (2, 64, None, [32], 16), (2, 24, None, [12], 10), (4, 3, None, [1], 1),
-     (2, 64, 32, [32], 32), (1, 64, 100, [100], 64)],
+    ("ranks", "cores", "is_bound", "given", "of_torch", "of_adam"),
+    [(1, 64, False, None, [], None), (2, 64, False, None, [32], None), (4, 3, False, None, [1], None),
+     (8, 8, True, None, [8], None), (2, 64, False, 32, [32], 32), (1, 64, False, 100, [100], 64)],
 )  # fmt: skip
 def test_ranks_share_the_cores(
-    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int, given: int | None,
-    of_torch: list[int], of_adam: int,
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int, is_bound: bool,
+    given: int | None, of_torch: list[int], of_adam: int | None,
 ) -> None:  # fmt: skip
+    """Unless each is bound to cores of its own. The engine sees that, too."""
     threads: list[int] = []
+
+    def exchange(what: str, mine: Any) -> list[Any]:
+        others = (mine[0], {-1}) if is_bound and what == "the cores of the machine" else mine
+        return [mine, *[others] * (ranks - 1)]
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     launch = Launch(0, ranks, 0, ranks)
     asked = launch.options(options(threads=given, steps=1, batch=ranks, evaluate=0))
-    _, engine, _ = run(asked, crew=Crew(launch))
+    _, engine, _ = run(asked, crew=Crew(launch, SimpleNamespace(exchange=exchange)))  # type: ignore[arg-type]
     assert (threads, engine.arguments["tiers"].update_threads) == (of_torch, of_adam)
 
 

@@ -21,7 +21,7 @@ from tierstore.apps.data import Batches, Corpus, read_corpus
 from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.config import AdamWConfig, MicroBatchSchedule, TierConfig
-from tierstore.cores import MOST_UPDATE_THREADS, update_threads
+from tierstore.cores import MOST_UPDATE_THREADS
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.filling import Source
@@ -83,7 +83,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """The arguments of a run's engine."""
     crew = crew or Crew()
-    threads = min(update_threads(options.threads, crew.launch.local_count), MOST_UPDATE_THREADS)
+    threads = None if options.threads is None else min(options.threads, MOST_UPDATE_THREADS)
     return {
         "model": parts.model,
         "tiers": TierConfig(

@@ -40,6 +40,7 @@ from tierstore.archive.sources import INDEX, SINGLE
 from tierstore.config import Codec, Resume, TierConfig, format_size
 from tierstore.cores import share_of_cores
 from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, UnusedOptionWarning
+from tierstore.io.machine import ranks_on_these_cores
 from tierstore.store.snapshots import snapshot_directories
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -93,7 +94,7 @@ def train(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UnusedOptionWarning)  # the recipe says so, by the names of the options
         if options.threads is not None or crew.count > 1:  # of torchrun each rank has one
-            torch.set_num_threads(options.threads or share_of_cores(crew.launch.local_count))
+            torch.set_num_threads(options.threads or share_of_cores(sharing))
         return assemble(options, crew)
 
     is_told = crew.leads and options.resume is not Resume.PREVIOUS  # whose own error says what to do
@@ -101,6 +102,7 @@ def train(
         names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
         same = {name: getattr(options, name) for name in names}
         crew.check_same("options", same | {"whether to --export": options.export is not None})  # all take part in it
+        sharing = ranks_on_these_cores(crew.exchange)
         with spinner(reporter.console, "making the model and reading the text"):
             parts = crew.all_succeed("the model and the text", prepare)
         text = {"the fingerprint of the training text": parts.corpus.fingerprint}

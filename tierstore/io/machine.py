@@ -1,6 +1,6 @@
 """The machine that this process runs on: its identity, and how much CPU memory processes may have there.
 
-Scope: the memory of the machine, the limits of control groups, and whether these suffice.
+Scope: the memory of the machine, the limits of control groups, and whether these suffice; who shares its cores.
 Not here: budgets (`plan/`, `train/budgets.py`), what takes memory (`memory.py`), rates (`measure/`).
 """
 
@@ -10,11 +10,12 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from tierstore.config import format_size
+from tierstore.cores import own_cores
 from tierstore.errors import BudgetError
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -45,6 +46,17 @@ def boot_id() -> str:
         return _BOOT.read_text().strip()
     except OSError:  # a sandbox without it
         return socket.gethostname()
+
+
+def ranks_on_these_cores(exchange: Callable[[str, Any], list[Any]]) -> int:
+    """How many ranks, this one included, may run on a core on which this one may run.
+
+    Args:
+        exchange: gives the values of all ranks.
+    """
+    here, cores = boot_id(), own_cores()
+    told = exchange("the cores of the machine", (here, cores))
+    return sum(machine == here and not cores.isdisjoint(theirs) for machine, theirs in told)
 
 
 def memory_limits() -> dict[str, int]:

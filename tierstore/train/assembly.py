@@ -16,12 +16,12 @@ from torch import nn
 
 from tierstore.caller import warn_caller
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
-from tierstore.cores import own_cores, update_threads
+from tierstore.cores import update_threads
 from tierstore.device.streams import ComputeDevice, Mark, open_device
 from tierstore.errors import BudgetError, ConfigError, MachineWarning, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.directories import warn_of_memory
-from tierstore.io.machine import boot_id, claim_memory, refuse_impossible, shortage
+from tierstore.io.machine import claim_memory, ranks_on_these_cores, refuse_impossible, shortage
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.io.tasks import raise_first
@@ -214,7 +214,7 @@ def assemble(
             [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
             is_durable=is_durable, lock=lock, team=team, codecs=codecs,
             shares=_shares(tiers, generation, partition, team), codec_scratch_bytes=request.scratch_bytes,
-            update_threads=update_threads(tiers.update_threads, _ranks_on_these_cores(partition)),
+            update_threads=update_threads(tiers.update_threads, ranks_on_these_cores(partition.exchange)),
         )  # fmt: skip
         if generation is None:
             runtime.call(store.files.create)
@@ -262,13 +262,6 @@ def _check_machine(
     if (short := shortage(claims)) is not None:
         warn_caller(short, MachineWarning)
     warn_of_memory(tiers.nvme)
-
-
-def _ranks_on_these_cores(partition: Partition) -> int:
-    """How many ranks, this one included, may run on a core on which this one may run."""
-    here, cores = boot_id(), own_cores()
-    told = partition.exchange("the cores of the machine", (here, cores))
-    return sum(machine == here and not cores.isdisjoint(theirs) for machine, theirs in told)
 
 
 def _weight_bytes(model: nn.Module) -> int:
