@@ -416,6 +416,19 @@ def drawn(rank: int, ranks: int, directory: str, nodes: int, tells_rank: bool = 
             return torch.rand(()).item()
 
 
+def placed(rank: int, ranks: int, directory: str) -> list[int]:
+    """The ranks that write the store of this one: each of two nodes is a container with a volume of its own."""
+    tiers = TierConfig(nvme=[directory], timeout_s=20.0)
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "_identity", lambda path: mesh.get_coordinate()[0])
+        made = partition.partition_of(3, None, mesh, tiers)
+        try:
+            return [*made.team(tiers, is_durable=True).members]
+        finally:
+            made.close(1.0)
+
+
 def leave_by_an_error(rank: int, ranks: int, directory: str, timeout_s: float, has_snapshot: bool) -> str:
     """The error of a rank, where the last one fails between steps while a commit waits, or a snapshot is copied."""
     tiers = TierConfig(gpu_memory="4MiB", cpu_memory="24MiB", nvme=[directory], timeout_s=timeout_s)

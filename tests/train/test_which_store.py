@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from ranks import Outcome, outcomes_of, run_ranks
-from sharing import drawn, train, train_apart, train_replicas
+from sharing import drawn, placed, train, train_apart, train_replicas
 
 from tierstore.config import Durability, Resume
 from tierstore.store.manifest import digest
 from tierstore.store.manifest_files import COMMIT
 from tierstore.store.names import UNFINISHED
-from tierstore.train import opening
+from tierstore.train import opening, partition
 
 STEPS = 2
 TRAIN = partial(train, model={"blocks": 1})
@@ -160,6 +160,13 @@ def test_replicas_on_one_machine_have_stores_of_their_own(durability: str, tmp_p
         assert f"nvme is {tmp_path}/one at ranks 0 and 1, which device_mesh makes two replicas" in said
         assert "give each replica directories of its own" in said
     assert not (tmp_path / "one").exists()
+
+
+def test_containers_of_one_machine_may_name_their_volumes_alike(tmp_path: Path) -> None:
+    assert run_ranks(4, placed, str(tmp_path)) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    (tmp_path / "there").mkdir()
+    to_come, there = (partition._identity(tmp_path / name) for name in ("to come", "there"))
+    assert to_come == partition._identity(tmp_path) != there
 
 
 def test_a_store_that_goes_before_it_is_locked_holds_nothing(tmp_path: Path) -> None:

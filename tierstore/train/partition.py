@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -189,14 +190,15 @@ class Partition:
         if self.ranks is None:
             return Alone()
         where = _Place(boot_id(), [os.path.realpath(path) for path in tiers.nvme] or [f"rank {self.number}"])
-        told = self.exchange("the directories of the store", (where, self.shards[0]))
-        places = [place for place, _ in told]
-        for rank, (place, first) in enumerate(told) if tiers.nvme else ():
+        told = self.exchange("the directories of the store", (where, self.shards[0], [*map(_identity, tiers.nvme)]))
+        # In two containers of one machine a path may be of two volumes; ranks that share the parts are in one.
+        places = [(place, told[first][2]) for place, first, _ in told]
+        for rank, (place, first, _) in enumerate(told) if tiers.nvme else ():
             if is_durable:
-                _check_one_store(rank, place, first, places[first])
-            there = places.index(place)
+                _check_one_store(rank, place, first, told[first][0])
+            there = places.index(places[rank])
             _check_own_store(rank, place, first, there, told[there][1])
-        members = [rank for rank, place in enumerate(places) if place == where]
+        members = [rank for rank, place in enumerate(places) if place == places[self.number]]
         self.position = members.index(self.number)
         self._team = _RankTeam(self.ranks, self._teams, members)
         return self._team
@@ -354,6 +356,13 @@ class _Place:
 
     machine: str
     directories: Sequence[str]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Device and inode of a directory, or of the first one above it that exists."""
+    absolute = Path(os.path.realpath(path))
+    found = os.stat(next(one for one in (absolute, *absolute.parents) if os.path.exists(one)))
+    return found.st_dev, found.st_ino
 
 
 def _check_one_store(rank: int, place: _Place, first: int, expected: _Place) -> None:
