@@ -239,6 +239,16 @@ MUTATIONS: Sequence[Mutation] = (
         "late gradients are reduced", "train/backward.py GradientCollector.finish", "self._take_late(self._reductions)",
         "train/test_zero_models.py::test_gradients_that_come_late_at_one_rank_are_added",
     ),
+    Mutation(
+        "what recomputation adds is forgotten by no step", "train/backward.py GradientCollector.finish",
+        "max(added, self._recomputed[index] or 0)",
+        "train/test_right.py::test_reentrant_checkpoints_may_leave_layers_out", "added",
+    ),
+    Mutation(
+        "what is recomputed may differ", "train/backward.py GradientCollector._expect",
+        "self._collected[hidden.index].missing.update(trained)",
+        "train/test_must_work.py::test_losses_are_those_of_plain_torch",
+    ),
     # The generations of training.
     Mutation(
         "a change is committed with the step before it", "train/generations.py Generations.commit_change",

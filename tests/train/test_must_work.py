@@ -317,6 +317,8 @@ class Mixture(Stack):
 class Growing(Stack):
     """Every call uses one part more of each block than the call before; no call uses the last part."""
 
+    recomputes = False
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleList(Layer() for _ in range(STEPS + 1)) for _ in range(3))
@@ -327,8 +329,12 @@ class Growing(Stack):
         x = self.enter(x)
         for block in self.layers:
             for part in block[: self.calls]:
-                x = part(x)
+                x = checkpoint(part, x, use_reentrant=True) if self.recomputes else part(x)
         return self.head(x)
+
+
+class GrowingRecomputed(Growing):
+    recomputes = True
 
 
 class Tied(Stack):
@@ -391,7 +397,7 @@ IN_ONE_PIECE = (
     Stack, Checkpointed, CheckpointedReentrant, InPlace, LayersRecomputeParts, Dictionaries, Copies, Buffers,
 )  # fmt: skip
 """Each group of these gets all its gradients at once, in the graph's order: where it is updated does not matter."""
-IN_PART = (Skipping, Mixture, Growing, Late, Tied)
+IN_PART = (Skipping, Mixture, Growing, GrowingRecomputed, Late, Tied)
 """Run under the third schedule, too: some of their groups are complete later than others, or never."""
 
 

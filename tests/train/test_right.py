@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from runs import Run, disk, next_token_loss, smallest_budgets, tiny, tokens, train, train_plain, worst_difference
+from runs import Run, Ways, disk, next_token_loss, smallest_budgets, tiny, tokens, train, train_plain, worst_difference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, GraphError
 from tierstore.train import whole
 from tierstore.train.cpu_adam import CPUAdam
 from tierstore.train.engine import Engine
@@ -94,41 +95,105 @@ def test_accumulated_micro_batches_are_those_of_plain_torch(tmp_path: Path) -> N
     assert worst_difference(found.losses, expected.losses) < 1e-5
 
 
-class UsedTwice(nn.Module):
-    """Each layer goes through two reentrant checkpoints, so two gradients of it come in one backward."""
+class Recomputed(Ways):
+    """Uses of a layer are reentrant checkpoints, so one that is used twice gets two gradients; that of ~i is none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, way: Sequence[int]) -> torch.Tensor:
         x = x.requires_grad_()  # otherwise a reentrant checkpoint computes no gradients
-        for layer in (*self.layers, *self.layers):
-            x = x + checkpoint(layer, x, use_reentrant=True).tanh()
+        for index in way:
+            layer = self.layers[max(index, ~index)]
+            x = x + (layer(x) if index < 0 else checkpoint(layer, x, use_reentrant=True)).tanh()
         return x
 
 
 @pytest.mark.parametrize("is_tight", [True, False])
 def test_gradients_of_one_backward_are_added_in_the_order_of_torch(is_tight: bool, tmp_path: Path) -> None:
     """Each is added to the sum from the micro-batch before, one by one: bit for bit, wherever gradients are."""
-    torch.manual_seed(0)
-    model = UsedTwice()
+    model, way = Recomputed(2, 16), (0, 1, 0, 1)
     own, data = copy.deepcopy(model), [torch.randn(4, 16) for _ in range(8)]
     optimizer = CPUAdam(own.parameters(), lr=1e-2, threads=1)
     tiers = small_tiers(model, tmp_path, "step") if is_tight else TierConfig(gpu_memory="64MiB", cpu_memory="64MiB")
     with Engine(model, tiers, AdamWConfig(lr=1e-2), update="step") as engine:
         for one, other in zip(data[::2], data[1::2]):
             with engine.no_sync():
-                engine.backward(engine(one).square().mean())
-            engine.backward(engine(other).square().mean())
+                engine.backward(engine(one, way).square().mean())
+            engine.backward(engine(other, way).square().mean())
             engine.step()
             for batch in (one, other):
-                own(batch).square().mean().backward()
+                own(batch, way).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         found = engine.state_dict()
     for name, weight in own.state_dict().items():
         assert torch.equal(found[name], weight), name
+
+
+ALL, PLAIN, TWICE, SKIPPED = (0, 1, 2), (~0, ~1, ~2), (0, 1, 1, 2), (0, 2)
+LATER, AT_FIRST = [ALL, SKIPPED, SKIPPED, ALL, ALL], [SKIPPED, ALL, ALL]
+
+
+@pytest.mark.parametrize(
+    ("update", "has_store", "ways", "early"),
+    [
+        ("auto", False, LATER, [0, 2, 2, 3, 3]),
+        ("auto", True, LATER, [0, 2, 2, 3, 3]),
+        ("auto", False, AT_FIRST, [0, 2, 3]),  # nobody knows which gradients a first use will have
+        ("speculative", True, AT_FIRST, [0, 2, 3]),
+        ("auto", False, [PLAIN, ALL, ALL], [0, 0, 3]),
+        ("backward", False, [TWICE, ALL, SKIPPED, TWICE], [0, 2, 2, 3]),
+    ],
+)
+def test_reentrant_checkpoints_may_leave_layers_out(
+    update: str, has_store: bool, ways: list[tuple[int, ...]], early: list[int], tmp_path: Path
+) -> None:
+    """As in plain torch, bit for bit, with updates in backward.
+
+    Args:
+        early: how many layers are updated before backward ends, in each step.
+    """
+    model = Recomputed()
+    own, found = copy.deepcopy(model), list[int]()
+    optimizer = CPUAdam(own.parameters(), lr=1e-2, threads=1)
+    tiers = small_tiers(model, tmp_path, update) if has_store else TierConfig(gpu_memory="1MiB", cpu_memory="8MiB")
+    with Engine(model, tiers, AdamWConfig(lr=1e-2), update=update) as engine:
+        collector = engine._parts.collector
+
+        def finish() -> None:
+            found.append(len(collector.completed) if collector.is_streaming else 0)
+            type(collector).finish(collector)
+
+        with patch.object(collector, "finish", finish):
+            for x, way in zip((torch.randn(4, 8) for _ in ways), ways):
+                engine.backward(engine(x, way).square().mean())
+                engine.step()
+                own(x, way).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, weight in own.state_dict().items():
+            assert torch.equal(engine.state_dict()[name], weight), name
+    assert found == early
+
+
+class Shift(nn.Module):
+    """Backward reads none of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by
+
+
+def test_a_gradient_after_its_update_is_refused() -> None:
+    model, memory = Recomputed(), TierConfig(gpu_memory="1MiB", cpu_memory="8MiB")
+    model.layers[1] = Shift()
+    with Engine(model, memory) as engine:
+        engine.backward(engine(torch.randn(4, 8), PLAIN).square().mean())
+        engine.step()
+        refusal = "layers.1.by came after its group was updated: .* use_reentrant=False, or update='forward'"
+        with pytest.raises(GraphError, match=refusal):
+            engine.backward(engine(torch.randn(4, 8), (~0, ~1, 1, ~2)).square().mean())
 
 
 def test_train_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:

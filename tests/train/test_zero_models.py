@@ -17,7 +17,7 @@ from torch import nn
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 MANY = ["CalledTwice", "CheckpointedTwice", "SomeFrozen", "Tied", "Unused", "LayersRecomputeParts"]
-MORE = ["Checkpointed", "OwnParameters", "Buffers", "Growing", "SkippingTogether", "Routed"]
+MORE = ["Checkpointed", "OwnParameters", "Buffers", "Growing", "SkippingTogether", "SkippingRecomputed", "Routed"]
 STEPS = 3
 CLIPPED: dict[str, Any] = {"steps": STEPS, "max_grad_norm": 0.1}
 

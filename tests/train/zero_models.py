@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import BudgetError, RankLost, TierstoreError
@@ -73,11 +74,16 @@ class SkippingTogether(must.Stack):
         x = self.enter(x)
         for position, layer in enumerate(self.layers):
             if position != self.calls // self.calls_per_step % 4:
-                x = layer(x)
+                x = checkpoint(layer, x, use_reentrant=True) if self.recomputes else layer(x)
         self.calls += 1
         return self.head(x)
 
     calls_per_step = 1
+    recomputes = False
+
+
+class SkippingRecomputed(SkippingTogether):
+    recomputes = True
 
 
 class EitherWay(must.Stack):
@@ -129,7 +135,8 @@ class Small(nn.Sequential):
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in must.MODELS}
-KINDS |= {kind.__name__: kind for kind in (Short, Growing, SkippingTogether, EitherWay, Unused, Routed, Small)}
+OWN = (Short, Growing, SkippingTogether, SkippingRecomputed, EitherWay, Unused, Routed, Small)
+KINDS |= {kind.__name__: kind for kind in OWN}
 
 
 def make(kind: str, dropout: float = 0.0, dtype: str = "float32", seed: int = 0) -> nn.Module:

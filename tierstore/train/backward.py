@@ -6,13 +6,14 @@ Not here: the way to the store (`handover.py`), reductions (`reduction.py`), wha
 Owner: the training side.
 
 [Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. Autograd's graph
-does not show what reentrant checkpointing will recompute: how many gradients recomputation adds is known from the last
-step. In the first step the number is not known, and after a change it is wrong. So groups that are left are taken when
-backward ends, and a gradient that comes after its group was taken is added, or, if the group was updated or reduced
-already, it is an error that names the parameter. With other ranks all groups are reduced in one order, in which a group
-that never completes would hold up all behind it. So where room is short in the first step, groups whose turn is earlier
-are taken as they are, and gradients that come after that are reduced at the end: up to rounding, the same as one
-reduction.
+does not show what reentrant checkpointing will recompute: how many gradients it adds to a group is known from the steps
+that used the group, as the most that it has added. A step may use less of the group, or nothing: so where something was
+recomputed, all parameters have to get a gradient. At the first use the number is not known, and later it may be too
+low. So groups that are left are taken when backward ends, and a gradient that comes after its group was taken is added,
+or, if the group was updated or reduced already, it is an error that names the parameter. With other ranks all groups
+are reduced in one order, in which a group that never completes would hold up all behind it. So where room is short in
+the first step, groups whose turn is earlier are taken as they are, and gradients that come after that are reduced at
+the end: up to rounding, the same as one reduction.
 
 [Note: kept] With one rank, the gradient of a micro-batch that is not the last of its step stays on the device, if there
 is room for it beside the largest group's gradient, and the next micro-batch adds to it there: a GPU adds far faster
@@ -54,7 +55,7 @@ class _Collected:
     Attributes:
         gradients: those that came and were not handed over yet, by position in the group.
         bucket: holds the gradients instead where there are other ranks.
-        missing: positions that the loss reaches and whose gradient has not come.
+        missing: positions that the loss reaches, or may reach by recomputation, and whose gradient has not come.
         reached: how many positions the loss reaches.
         fired: how many gradients have come.
         is_taken: the group was complete, or was taken as if it were.
@@ -101,6 +102,8 @@ class GradientCollector:
             {(group.index, i): p for group in self._trainable for i, p in enumerate(group.parameters)}
         )
         self._recomputed: list[int | None] = [None] * len(self._groups)
+        self.knows_graph = False
+        """Whether a final backward has shown how many gradients recomputation adds to the groups that it reached."""
         self._forwards = 1
         self._waiting: set[int] = set()
         self._gathering: dict[int, Group] = {}  # gradients of these came and were not handed over
@@ -162,11 +165,6 @@ class GradientCollector:
         self._let_go()
 
     @property
-    def knows_graph(self) -> bool:
-        """Whether a final backward has shown how many gradients recomputation adds."""
-        return all(count is not None for count in self._recomputed)
-
-    @property
     def recomputes(self) -> bool:
         """Whether recomputation has added gradients to those that the graph shows."""
         return any(self._recomputed)
@@ -176,6 +174,7 @@ class GradientCollector:
         if forwards != self._forwards:
             self._forwards = forwards
             self._recomputed = [None] * len(self._groups)
+            self.knows_graph = False
 
     def begin(
         self, store: Gradients, loss: torch.Tensor, needed: Sequence[int], *, is_final: bool, is_streaming: bool
@@ -217,6 +216,9 @@ class GradientCollector:
         for group, position in reached:
             self._collected[group].missing.add(position)
             self._collected[group].reached += 1
+        for hidden in (group for group in self._trainable if self._recomputed[group.index]):
+            trained = (position for position, one in enumerate(hidden.parameters) if one.requires_grad)
+            self._collected[hidden.index].missing.update(trained)  # which of them, may differ from step to step
         if self._reductions is not None:
             self._runtime.post(self._reductions.begin, store, self._reductions.order)
             for unreached in (group for group in self._trainable if not self._needed(group)):
@@ -235,7 +237,11 @@ class GradientCollector:
         if self._reductions is not None and self._reductions.is_first:
             self._take_late(self._reductions)
         if self.is_final:
-            self._recomputed = [collected.fired - collected.reached for collected in self._collected]
+            for index, collected in enumerate(self._collected):
+                if collected.fired:
+                    added = collected.fired - collected.reached
+                    self._recomputed[index] = max(added, self._recomputed[index] or 0)
+            self.knows_graph = True
         self._handover.wait()
         if self._reductions is not None and self.is_final:
             self._reductions.learn_order(self.completed)
@@ -284,11 +290,11 @@ class GradientCollector:
             )
         is_late = collected.is_taken and self._reductions is not None and self._reductions.is_first
         if collected.is_taken and not is_late and (self.is_streaming or self._reductions is not None):
-            advice = "" if self._reductions is not None else "; use update='forward' for models that do that"
+            advice = "" if self._reductions is not None else ", or update='forward'"
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} came after its group was "
-                f"{'updated' if self.is_streaming else 'reduced'}: the model recomputed other operations than in "
-                f"the step before{advice}"
+                f"{'updated' if self.is_streaming else 'reduced'}: reentrant checkpointing recomputed more of the "
+                f"group than in the steps before; use use_reentrant=False{advice}"
             )
         gradient = gradient.resolve_neg()  # a view of an imaginary part needs this: its bytes are read as they are
         self._add(group, collected, position, gradient)
@@ -321,12 +327,15 @@ class GradientCollector:
         gradients[position] = gradient
 
     def _needed(self, group: Group) -> int:
-        """How many gradients make a group complete."""
-        reached, recomputed = self._collected[group.index].reached, self._recomputed[group.index]
-        if recomputed is not None:
-            return reached + recomputed
-        if self._reductions is not None and reached < len(group.parameters):
-            return sys.maxsize  # nothing can be added once it is reduced: it is taken when backward ends
+        """How many gradients make a group complete; `sys.maxsize`: it is taken when backward ends."""
+        reached, added = self._collected[group.index].reached, self._recomputed[group.index]
+        is_alone = self._reductions is None
+        if added is None and not is_alone and self.knows_graph and not self.recomputes:
+            added = 0  # other groups wait for their turn behind this one
+        if added is not None and (reached + added or not is_alone):
+            return reached + added
+        if reached < len(group.parameters) and (self.is_streaming or not is_alone):
+            return sys.maxsize  # nothing can be added once it is updated or reduced
         return reached or len(group.parameters)
 
     def _make_room(self, group: Group) -> None:
