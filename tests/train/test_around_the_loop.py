@@ -170,6 +170,19 @@ def test_gathered_reads_what_training_made(update: str, clip: float | None, tmp_
                 engine.model.blocks[2].up.weight.sum()
 
 
+def test_gathered_that_only_reads_commits_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, commit_every=50) as engine:
+        engine.flush()
+        before = engine.statistics()["generation"]
+        for batch in tokens(2):
+            one_step(engine, batch)
+            with engine.gathered("head"):
+                read = engine.model.head.weight.detach().clone()
+            assert engine.statistics()["generation"] == before
+        assert torch.equal(engine.state_dict()["head.weight"], read)
+        assert engine.statistics()["generation"] == before + 1
+
+
 @each_schedule_and_dtype
 def test_gathered_modifies(update: str, clip: float | None, dtype: torch.dtype, tmp_path: Path) -> None:
     """Training goes on from changed weights; weights that were not changed keep every bit of their masters."""

@@ -397,7 +397,9 @@ class Engine:
             kept = set(filter(self._order.is_modified, groups))  # by a block around this one
             if modify:
                 self._generations.leave_newer()
-            self._generations.flush()
+                self._generations.flush()
+            else:
+                self._generations.settle()
             break_off = partial(self._order.break_off, what="a change of weights", keeps_weights=True)
             block.enter_context(whole.gathered(parts, groups, kept, break_off))
             block.enter_context(self._order.gathering(groups if modify else ()))

@@ -123,6 +123,10 @@ class Generations:
     def flush(self) -> None:
         """Publish the commit that waits, and wait until everything is at rest."""
         self.finish()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for updates and for commits on their way; a commit that is not due goes on waiting."""
         self._parts.runtime.call(self._parts.store.flush)
 
     def snapshot(self, name: str) -> tuple[Path, ...]:

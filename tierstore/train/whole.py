@@ -1,6 +1,6 @@
 """The whole model, at once or as a stream: state_dict, export, and weights changed from outside.
 
-Scope: reading fp32 masters chunk by chunk, and writing changes back. Callers flush first.
+Scope: reading fp32 masters chunk by chunk, and writing changes back. Callers wait for updates first.
 Not here: the file format of a checkpoint (`checkpoints.py`).
 Owner: the training side.
 """
