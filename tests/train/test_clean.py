@@ -33,7 +33,7 @@ from tierstore.errors import ClosedError, ConfigError, StorageError, StoreLocked
 from tierstore.io.backend import Backend
 from tierstore.io.threads import WaitedThread
 from tierstore.store.updates import UpdatePipeline
-from tierstore.train.engine import _close_at_exit
+from tierstore.train.engine import Engine, _close_at_exit
 from tierstore.train.generations import Generations
 from tierstore.train.report import StepReport
 
@@ -194,6 +194,17 @@ class TestClose:
             run.engine.close()
         run.engine.close()
         assert ended  # the part that works with other ranks is closed, too
+        with opened(way, tmp_path) as again:
+            assert again.engine.step_count == 1
+
+    def test_of_all_engines_needs_no_variable(self, tmp_path: Path) -> None:
+        """A function of a notebook has made one, and returned."""
+        way = WAYS["forward-disk"]
+        open_run(way, tmp_path).until(1)
+        with pytest.raises(StoreLocked, match=r"which is this one: .*`Engine\.close_all\(\)`"), opened(way, tmp_path):
+            pass
+        Engine.close_all()
+        Engine.close_all()
         with opened(way, tmp_path) as again:
             assert again.engine.step_count == 1
 

@@ -119,7 +119,10 @@ def _in_use(path: Path) -> StoreLocked:
     if host not in ("", socket.gethostname()):  # another rank of this run, perhaps
         what = f" of {host}; stop it, give each machine of one run a directory of its own"
     elif process == str(os.getpid()):
-        what = ", which is this one: close the engine or store that uses it, or end the process"
+        what = (
+            ", which is this one: close the engine or store that uses it (`Engine.close_all()` also closes engines "
+            "that no variable holds any more), or end the process"
+        )
     else:
         what = "; stop it"
     process = process or "unknown"

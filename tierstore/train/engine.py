@@ -144,6 +144,7 @@ class Engine:
             raise
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
+        _open.add(weakref.ref(self))
 
     if not TYPE_CHECKING:  # a type checker knows that there is no such attribute
 
@@ -518,6 +519,17 @@ class Engine:
         with self._order.alone("close()"):
             self._close()
 
+    @staticmethod
+    def close_all() -> None:
+        """Close every open engine of this process, also one that no variable holds any more, as in a notebook.
+
+        Raises:
+            TierstoreError: as `close`, once all were tried.
+        """
+        with contextlib.ExitStack() as each:
+            for engine in [left for one in list(_open) if (left := one()) is not None]:
+                each.callback(engine.close)
+
     def _close(self, error: BaseException | None = None) -> None:
         """Close, because of an error if there is one."""
         is_over = self._order.is_closed and not self._parts.runtime.is_open
@@ -531,6 +543,7 @@ class Engine:
             self._parts.go_on_closing()
             return
         atexit.unregister(self._at_exit)
+        _open.discard(weakref.ref(self))
         driver = self._parts.driver
         may_decide = self._parts.partition.is_shared and driver.has_begun and driver.is_streaming  # still, on the loop
         has_moved = driver.has_decided or (may_decide and (self._order.has_final_backward or self._order.is_broken))
@@ -565,6 +578,9 @@ class Engine:
         self._order.refuse_closed()
         return self._parts
 
+
+_open: set[weakref.ref[Engine]] = set()
+"""The engines that are not closed. Their threads keep them, whoever else has forgotten them."""
 
 # A loop that sets `engine.max_grad_norm` would go on with the old value, and nobody would notice.
 _ARGUMENTS = inspect.signature(Engine).parameters.keys() - {"model", "optimizer"}
