@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 from resuming import Way, opened
 from runs import TinyModel, tiny
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.errors import ConfigError
+from tierstore.garbage import no_garbage_collection
 from tierstore.train.filling import Piece, weights_of
 
 WAY = Way()
@@ -159,3 +164,27 @@ def test_modules_in_another_order_are_said_to_be_so(tmp_path: Path) -> None:
     said = r"parameters are registered in another order, a\.weight before b\.weight, which is after it here"
     with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path, model=Pair("ba")):
         pass
+
+
+@pytest.fixture
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one rank."""
+    meeting = tmp_path_factory.mktemp("meeting") / "point"
+    with no_garbage_collection():
+        distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+        yield
+        distributed.destroy_process_group()
+        gc.collect(0)  # DDP is a cycle of objects: if a fork collected it, the end of its group would hang
+
+
+@pytest.mark.usefixtures("alone")
+class TestAModelThatTorchDistributes:
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_by_ddp(self, inside: bool, tmp_path: Path) -> None:
+        model: nn.Module = DistributedDataParallel(tiny())
+        refused(nn.Sequential(model) if inside else model, tmp_path, "DDP averages the gradients .* it was made of")
+
+    def test_by_fully_shard(self, tmp_path: Path) -> None:
+        model = tiny()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        refused(model, tmp_path, r"parameter embedding\.weight is a DTensor, .* the engine shards it itself")

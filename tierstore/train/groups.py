@@ -328,6 +328,11 @@ def _refuse_odd_parameters(model: nn.Module) -> None:
         if parameter.layout is not torch.strided or parameter.is_nested:
             kind = "nested" if parameter.is_nested else parameter.layout
             raise ConfigError(f"parameter {name} is {kind}; only dense parameters can be trained")
+        if hasattr(parameter, "device_mesh"):  # not `isinstance`: DTensor is slow to import
+            raise ConfigError(
+                f"parameter {name} is a DTensor, sharded by fully_shard() or parallelize_module(); give the model "
+                "without that: the engine shards it itself (zero=)"
+            )
         if parameter.is_inference():
             raise ConfigError(f"parameter {name} was made in torch.inference_mode(); build the model outside of that")
 

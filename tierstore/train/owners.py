@@ -1,4 +1,4 @@
-"""Which engine or reducer has the parameters of a model, or their gradients, already.
+"""Which engine, reducer or DDP has the parameters of a model, or their gradients, already.
 
 Scope: the marks of engines on parameters, and which reducers there are. Not here: what they do with them.
 Owner: the process's one list of reducers, for any thread.
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.errors import ConfigError
 
@@ -54,11 +55,12 @@ def _enlisted() -> list[Reducer]:
 
 
 def refuse_taken(model: nn.Module) -> None:
-    """Refuse a model whose weights are in another engine's store, or whose gradients a reducer averages.
+    """Refuse a model whose weights are in another engine's store, or whose gradients a reducer or DDP averages.
 
     Raises:
-        ConfigError: an engine has taken the model over before, or a reducer is there.
+        ConfigError: an engine has taken the model over before, or a reducer or DDP is there.
     """
+    refuse_ddp(model)
     for name, parameter in model.named_parameters():
         if TAKEN in parameter.__dict__:
             raise ConfigError(
@@ -66,6 +68,16 @@ def refuse_taken(model: nn.Module) -> None:
                 "not, belongs to one engine; build it anew"
             )
     refuse_reduced(model.named_parameters())
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """Refuse a module that torch's DDP has, or has a part of.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if any(isinstance(child, DistributedDataParallel) for child in model.modules()):
+        raise ConfigError("DDP averages the gradients of this module already: give the module that it was made of")
 
 
 def refuse_reduced(parameters: Iterable[tuple[str, nn.Parameter]], *, but_of: nn.Module | None = None) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.cost_model import CostModel
-from tierstore.train.owners import TAKEN, refuse_reduced
+from tierstore.train.owners import TAKEN, refuse_ddp, refuse_reduced
 
 _DEFAULT_BUCKET = "25MiB"  # of "auto", until times are known
 
@@ -71,8 +70,7 @@ class ReducerOptions:
                 "ranks make it; for a reducer build the module anew"
             )
         refuse_reduced(((name, p) for name, p in module.named_parameters() if p.requires_grad), but_of=module)
-        if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
-            raise ConfigError("DDP averages the gradients of this module already: give the module that it was made of")
+        refuse_ddp(module)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if stepping := [name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers")]:
             raise ConfigError(f"an optimizer steps {stepping[0]} in backward, before its gradient is averaged")
