@@ -710,6 +710,14 @@ def test_what_is_scaled_or_in_fp16_skips_a_step_that_overflows(
             assert all(same) == (step == 3)
 
 
+def test_a_scaled_loss_takes_its_backward_where_gradients_are_disabled() -> None:
+    with Engine(Net(), TierConfig(), loss_scale=2.0) as engine:
+        loss = loss_of(engine(batches(1)[0]))
+        with torch.no_grad():
+            engine.backward(loss)
+        assert engine.step().grad_norm
+
+
 @pytest.mark.parametrize("update", [*STREAMING, *LATER, "auto"])
 def test_a_gradient_that_is_set_after_backward_is_refused_and_not_used_a_step_later(
     update: str, tmp_path: Path

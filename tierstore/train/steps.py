@@ -131,7 +131,8 @@ class Steps:
         self._applied_with = parts.stepper.options()  # gradients may be applied as they arrive
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
-        scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
+        with torch.enable_grad():  # as torch's own backward, which may be called under no_grad(), too
+            scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
         gradients, is_final = self._generations.gradients, self._order.is_syncing
         needed = parts.access.first_visits()
         parts.collector.begin(gradients, scaled, needed, is_final=is_final, is_streaming=is_streaming)
