@@ -481,6 +481,12 @@ class TestKinds:
         with pytest.raises(ConfigError, match=r"weight was made in torch\.inference_mode"):
             Engine(model, TierConfig())
 
+    def test_of_an_engine_made_in_inference_mode(self) -> None:
+        model = nn.Linear(2, 2)
+        with torch.inference_mode(), pytest.raises(ConfigError, match="make it outside of that"):
+            Engine(model, TierConfig())
+        Engine(model, TierConfig()).close()  # it has kept its weights
+
     def test_parameters_may_be_named_as_torch_takes_them(self) -> None:
         for named in (lambda m: m.named_parameters(), lambda m: [{"params": m.named_parameters()}, {"params": []}]):
             model = nn.Sequential(nn.Linear(4, 4))

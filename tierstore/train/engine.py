@@ -114,6 +114,8 @@ class Engine:
             model, tiers, optimizer, lr_scheduler, initialize, process_group, device_mesh, registered, tracer, clock,
             backend,
         )  # fmt: skip
+        if torch.is_inference_mode_enabled():
+            raise ConfigError("an engine that is made in torch.inference_mode() cannot train; make it outside of that")
         scale = LossScale.of(loss_scale, model)
         options = options_of(
             update, max_grad_norm, "dynamic" if scale.growth_interval else scale.scale, commit_every, durability,
