@@ -83,3 +83,24 @@ def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"torch\.compile.*blocks"):
             Engine(model, disk(tmp_path))
     assert not (tmp_path / "store").exists()
+
+
+def test_a_compiled_function_calls_the_engine_uncompiled(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    x = torch.randn(2, 8)
+    with Engine(nn.Sequential(nn.Linear(8, 8)), disk(tmp_path)) as engine:
+
+        @torch.compile(backend="eager")
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = engine(2 * x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            return loss.detach() / 2
+
+        assert step(x) > step(x)
+        assert engine.step_count == 2
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="an engine cannot be compiled, only blocks"):
+            torch.compile(engine, backend="eager", fullgraph=True)(x)
+    compiled = {Path(found.co_filename) for found in get_compilation_metrics() if found.co_filename}
+    assert Path(__file__) in compiled

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -61,6 +61,10 @@ class CallOrder:
         """The call in progress, if there is one. No lock: Ctrl-C could come between taking a lock and noting that."""
         self._is_walked = False
         self._tellings = 0
+        self.uncompiled: Callable[..., Any] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+            _call, reason="an engine cannot be compiled, only blocks of its model"
+        )
+        """Makes a call into which `torch.compile` does not look. Not at module level: the import takes seconds."""
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -265,6 +269,10 @@ class CallOrder:
             )
 
 
+def _call(run: Callable[..., T], *args: Any) -> T:
+    return run(*args)
+
+
 class _HasOrder(Protocol):
     _order: CallOrder
 
@@ -279,9 +287,13 @@ def in_turn(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P
     """
     name = "the engine" if method.__name__ == "__call__" else f"{method.__name__}()"
 
+    def alone(engine: E, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        with engine._order.alone(name):
+            return method(engine, *args, **kwargs)
+
     @functools.wraps(method)
     def called(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._order.alone(name):
-            return method(self, *args, **kwargs)
+        result: T = self._order.uncompiled(alone, self, args, kwargs)
+        return result
 
     return called
