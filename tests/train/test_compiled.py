@@ -104,3 +104,33 @@ def test_a_compiled_function_calls_the_engine_uncompiled(tmp_path: Path) -> None
             torch.compile(engine, backend="eager", fullgraph=True)(x)
     compiled = {Path(found.co_filename) for found in get_compilation_metrics() if found.co_filename}
     assert Path(__file__) in compiled
+
+
+class CompiledLoss(nn.Module):
+    """A compiled function reads a weight of a module that is not called."""
+
+    def __init__(self, fullgraph: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 64)
+        self.loss = torch.compile(lambda x, w: (x @ w).square().mean(), backend="eager", fullgraph=fullgraph)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(x, self.head.weight)
+
+
+def test_a_weight_that_comes_while_a_function_is_compiled_needs_a_break(tmp_path: Path) -> None:
+    gpu, cpu = smallest_budgets(CompiledLoss(False), nvme=["unused"])
+    x = torch.randn(2, 64)
+    for fullgraph in (False, True):
+        torch._dynamo.reset()
+        tiers = disk(tmp_path / str(fullgraph), gpu_memory=gpu + 2**15, cpu_memory=cpu)
+        with Engine(CompiledLoss(fullgraph), tiers) as engine:
+            if fullgraph:
+                with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph=True out"):
+                    engine(x)
+            else:
+                engine.backward(engine(x))
+                assert engine.step().grad_norm

@@ -125,6 +125,10 @@ class OffloadedParameter(nn.Parameter):
                 values = list(_leaves((*args, *kwargs.values())))
                 for value in values * 2:  # a group that comes may take the place of one that was there
                     if isinstance(value, OffloadedParameter):
+                        # Does nothing, except where this is traced: then with fullgraph=True it is the error.
+                        torch._dynamo.graph_break(
+                            msg="a weight of a module that is not called here comes and goes; leave fullgraph=True out"
+                        )
                         gate, group = value._tierstore_access  # type: ignore[attr-defined]
                         access: Access = gate.access
                         access.enter_unasked(group, value, is_write=_writes(func))
