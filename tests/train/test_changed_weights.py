@@ -450,11 +450,16 @@ def test_a_write_out_of_place_is_told_how_it_is_kept(tmp_path: Path) -> None:
         parameter = run.engine.model.get_parameter(NAME)
         told = rf"{re.escape(NAME)} was written .* `with engine.gathered\(\['{re.escape(NAME)}'\], modify=True\):`"
         with torch.no_grad():
-            for write in (parameter.zero_, lambda: parameter.__setitem__(0, 1.0), lambda: parameter.__iadd__(1)):
+            for write in (
+                parameter.zero_, lambda: parameter.__setitem__(0, 1.0), lambda: parameter.__iadd__(1),
+                lambda: setattr(parameter, "data", torch.zeros(2)),
+            ):  # fmt: skip
                 with pytest.raises(GraphError, match=told):
                     write()
         with pytest.raises(GraphError, match=rf"{re.escape(NAME)} was read .* engine.state_dict\(\)"):
             copy.deepcopy(parameter)
+        with pytest.raises(GraphError, match=r"was read .* \(to write to its \.data, with modify=True\)"):
+            parameter.data.zero_()
 
 
 class Recurrent(nn.Module):

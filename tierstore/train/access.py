@@ -214,9 +214,9 @@ class DeviceAccess:
                     f"`with engine.gathered([{name!r}], modify=True):`, or all weights by engine.load_state_dict(...)"
                 )
             raise GraphError(
-                f"{name} was read while it is not on the device; read it inside `with engine.gathered([{name!r}]):`, "
-                "as model.generate() may, too, or all weights by engine.state_dict() or engine.export(...); to train "
-                "and to evaluate call engine(...) and not the model"
+                f"{name} was read while it is not on the device; read it inside `with engine.gathered([{name!r}]):` "
+                "(to write to its .data, with modify=True), as model.generate() may, too, or all weights by "
+                "engine.state_dict() or engine.export(...); to train and to evaluate call engine(...) and not the model"
             )
         self._tell_if_late(group)
         self.enter(group)
@@ -292,7 +292,8 @@ class DeviceAccess:
             if kept := [self._groups[index].spec.name for index in self._viewed()]:
                 told += (
                     f"; {kept[0]} stays there because somebody holds a view of its weights: code that has read "
-                    "them (keep a clone()), the model, or a checkpoint over several blocks"
+                    "them (keep a clone()), the model, a checkpoint over several blocks, or a graph made with "
+                    "create_graph=True"
                 )
             raise BudgetError(told) from None
 

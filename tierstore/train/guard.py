@@ -159,11 +159,11 @@ class OffloadedParameter(nn.Parameter):
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function changes its first argument in place, by its name: `add_`, `__setitem__`, `__iadd__`."""
+    """Whether a function changes its first argument, by its name: `add_`, `__setitem__`, `__iadd__`, `__set__`."""
     name: str = getattr(func, "__name__", "")
     if not name.endswith("__"):
         return name.endswith("_")
-    return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
+    return name in ("__setitem__", "__set__") or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
 
 
 @functools.cache
