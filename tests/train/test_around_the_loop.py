@@ -183,6 +183,16 @@ def test_gathered_that_only_reads_commits_nothing(tmp_path: Path) -> None:
         assert engine.statistics()["generation"] == before + 1
 
 
+def test_what_an_engine_has_is_not_pickled(tmp_path: Path) -> None:
+    with opened(tmp_path, room=2**24) as engine, engine.gathered(""):
+        for value in (engine.model, engine.model.head.weight):
+            with pytest.raises(GraphError, match=r"cannot be pickled, .* save engine\.state_dict\(\)"):
+                torch.save(value, io.BytesIO())
+        torch.save(engine.model.head.weight.detach(), io.BytesIO())
+        torch.save(engine.model.state_dict(), io.BytesIO())
+        copy.deepcopy(engine.model)
+
+
 @each_schedule_and_dtype
 def test_gathered_modifies(update: str, clip: float | None, dtype: torch.dtype, tmp_path: Path) -> None:
     """Training goes on from changed weights; weights that were not changed keep every bit of their masters."""

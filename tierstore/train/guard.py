@@ -55,6 +55,13 @@ class Gate:
             raise ClosedError(self._why_none)
         return self._access
 
+    def __reduce__(self) -> Any:
+        """Parameters hold this, so pickling comes here. (A deep copy of a parameter holds none.)"""
+        raise GraphError(
+            "a model that an engine has cannot be pickled, nor its parameters; save engine.state_dict(), or call "
+            "engine.export(...)"
+        )
+
     def cut(self) -> None:
         """Drop the reference to the engine, for good."""
         self._access = None
