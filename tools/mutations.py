@@ -795,6 +795,13 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_changed_weights.py",
     ),
     Mutation(
+        "reading weights commits nothing", "train/engine.py Engine.gathered", "self._generations.settle()",
+        f"{AROUND}::test_gathered_that_only_reads_commits_nothing", "self._generations.flush()",
+    ),
+    Mutation(
+        "a module of DDP is refused", "train/owners.py refuse_taken", "refuse_ddp(model)", "train/test_other_models.py",
+    ),
+    Mutation(
         "options are checked before gradients are applied", "train/steps.py Steps.backward",
         "self._applied_with = parts.stepper.options()", "train/test_out_of_turn.py",
     ),
