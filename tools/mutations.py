@@ -499,6 +499,11 @@ MUTATIONS: Sequence[Mutation] = (
         f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "return same",
     ),
     Mutation(
+        "a backward of somebody else leaves the weights guarded", "train/hooks.py ModelHooks._unpack",
+        "if access.is_inside", "train/test_out_of_turn.py::test_a_gradient_of_an_input_leaves_the_weights_guarded",
+        "if True",
+    ),
+    Mutation(
         "what is saved does not", "train/groups.py Group._other_uses", " - self.saved_views()",
         f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "",
     ),

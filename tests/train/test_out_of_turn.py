@@ -1122,6 +1122,20 @@ def test_a_backward_past_the_engine_is_refused(is_first: bool, tmp_path: Path) -
         engine.step()
 
 
+def test_a_gradient_of_an_input_leaves_the_weights_guarded(tmp_path: Path) -> None:
+    model, x = Net(), batches(1)[0].requires_grad_()
+    (expected,) = torch.autograd.grad(loss_of(model(x)), x)
+    with tight_engine(tmp_path) as engine:
+        (found,) = torch.autograd.grad(loss_of(engine(x)), x)
+        assert torch.equal(found, expected)
+        for parameter in engine.model.parameters():
+            with pytest.raises(GraphError, match="while it is not on the device"):
+                parameter.data.clamp_(-0.01, 0.01)
+        with engine.gathered("blocks.3"):
+            torch.autograd.grad(loss_of(engine(x)), x)
+            assert torch.equal(engine.model.blocks[3][0].weight, model.blocks[3][0].weight)
+
+
 def test_sparse_gradients_are_refused_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 8))
     with (

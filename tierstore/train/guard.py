@@ -26,6 +26,10 @@ from tierstore.train.groups import Group
 class Access(Protocol):
     """Brings groups to the device; `access.py`."""
 
+    is_inside: bool
+
+    def enter(self, group: int) -> None: ...
+
     def enter_unasked(self, group: int, parameter: nn.Parameter, *, is_write: bool) -> None: ...
 
     def leave(self, group: int) -> None: ...

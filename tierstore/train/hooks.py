@@ -170,7 +170,12 @@ class ModelHooks:
                 f"backward needs the weights of {group.spec.name} as they were before engine.step() or a change of "
                 "weights; call engine.backward(loss) before that"
             )
-        self._gate.access.visit(group.index)
+        access = self._gate.access
+        if access.is_inside:
+            access.visit(group.index)
+        else:  # a backward that is not the engine's: no end of a pass will hide the group
+            access.enter(group.index)
+            access.leave(group.index)
         return same.detach()  # a new view: it keeps the group there, which the saved one does not
 
 
