@@ -504,6 +504,11 @@ MUTATIONS: Sequence[Mutation] = (
         "if True",
     ),
     Mutation(
+        "frozen weights that a recomputation saves keep their group", "train/hooks.py _pack_detached",
+        "tensor.detach()", "train/test_out_of_turn.py::test_frozen_weights_stay_for_a_recomputation_of_several_blocks",
+        "tensor",
+    ),
+    Mutation(
         "what is saved does not", "train/groups.py Group._other_uses", " - self.saved_views()",
         f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "",
     ),

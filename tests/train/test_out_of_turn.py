@@ -1136,6 +1136,62 @@ def test_a_gradient_of_an_input_leaves_the_weights_guarded(tmp_path: Path) -> No
             assert torch.equal(engine.model.blocks[3][0].weight, model.blocks[3][0].weight)
 
 
+class Checkpointed(nn.Module):
+    """Frozen convolutions, whose weights autograd saves as themselves, in checkpoints over two of them."""
+
+    def __init__(self, is_reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.adapter, self.is_reentrant = nn.Linear(16, 16), is_reentrant
+        self.blocks = nn.ModuleList(nn.Conv1d(16, 16, 1) for _ in range(6)).requires_grad_(False)
+
+    def two(self, first: int, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[first + 1](self.blocks[first](x).tanh()).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.adapter(x).unsqueeze(-1)
+        for first in (0, 2, 4):
+            x = x + checkpoint(self.two, first, x, use_reentrant=self.is_reentrant)
+        return x.squeeze(-1)
+
+
+def room_for_two(folder: Path, model: nn.Module) -> TierConfig:
+    gpu, cpu = smallest_budgets(model, nvme=["unused"])
+    return disk(folder, gpu_memory=gpu + 4 * 16 * 17, cpu_memory=cpu)
+
+
+def test_frozen_weights_stay_for_a_recomputation_of_several_blocks(tmp_path: Path) -> None:
+    with Engine(Checkpointed(), room_for_two(tmp_path, Checkpointed()), AdamWConfig(lr=1e-2)) as engine:
+        train_both(engine, Checkpointed(), batches(3))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_backward_of_somebody_else_may_recompute(is_reentrant: bool, tmp_path: Path) -> None:
+    def critic() -> nn.Module:
+        return Checkpointed(is_reentrant).requires_grad_(False)
+
+    with (
+        Engine(critic(), room_for_two(tmp_path / "critic", critic())) as judge,
+        tight_engine(tmp_path / "net") as engine,
+    ):
+        model, judging = Net(), critic()
+        optimizer = plain(model)
+        for x in batches(3):
+            engine.backward(loss_of(judge(engine(x))))
+            engine.step()
+            loss_of(judging(model(x))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)
+        x.requires_grad_()
+        loss = loss_of(judge(x))
+        if is_reentrant:  # nobody looks at what that saves
+            with pytest.raises(GraphError, match=r"Conv1d was called outside of .* inside `with engine\.gathered"):
+                loss.backward()
+        else:
+            assert torch.equal(*torch.autograd.grad(loss, x), *torch.autograd.grad(loss_of(judging(x)), x))
+
+
 def test_sparse_gradients_are_refused_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 8))
     with (

@@ -7,13 +7,14 @@ Owner: the training side.
 [Note: backward by saved tensors] Backward needs from a group the views that forward saved. Each is packed into a handle
 that does not keep the group, and unpacking it brings the group back. So backward needs no hook on the outputs of a
 module: in-place operations, dictionaries as outputs, skipped and twice-called modules all come out right. A
-recomputation saves views past these hooks, and a group with a view is not dropped. Elsewhere nothing may be saved past
-these hooks: autograd saves a parameter as itself, which no count of views shows.
+recomputation saves views past these hooks (see `_detach_for`), and a group with a view is not dropped. Elsewhere
+nothing may be saved past these hooks: autograd saves a parameter as itself, which no count of views shows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,11 +45,12 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, groups: ModelGroups, access: DeviceAccess) -> None:
         self._gate = access.gate
+        self._groups = groups.groups
         self._by_storage = {group.storage._cdata: group for group in groups.groups}
         self._watchers = 0
         self._here = _Here()
         self._step = 0
-        for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack):
+        for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack, _pack_detached):
             # Uncompiled code in a compiled block saves, too: `torch.compile` would compile these for each shape. Unlike
             # `disable`, `skip` costs nothing per call. Not at module level: the import takes seconds.
             torch._dynamo.decorators.skip(called_by_autograd)
@@ -111,19 +113,22 @@ class ModelHooks:
                 reading them then brings them back (`guard.py`).
         """
         entered: list[int] = []
+        weights = [parameter for group in needed for parameter in self._groups[group].parameters]
+        detaching: list[object] = []  # hooks on saved tensors, also of other threads
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def enter(module: nn.Module, args: Any) -> None:
             if module is not own:
                 return
+            recomputes = torch._C._current_graph_task_id() != -1
             if not self._watchers:
                 self.refuse_outside()
-            if not self._watchers and torch.is_grad_enabled():
+            if not self._watchers and torch.is_grad_enabled() and not (recomputes and _hooks_on_saved()):
                 raise GraphError(
                     f"{type(module).__name__} was called outside of engine(...) with gradients enabled; "
                     "call it in the model's forward, inside `with engine.gathered([...]):`, or under torch.no_grad()"
                 )
-            if not self._here.watchers and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            if not self._here.watchers and torch.is_grad_enabled() and not recomputes:
                 raise GraphError(
                     f"{type(module).__name__} was called in a thread of the model's own, whose graphs the engine does "
                     "not see; call modules in the thread that calls engine(...), or under torch.no_grad() in their own"
@@ -134,11 +139,17 @@ class ModelHooks:
                     entered.append(group)
                 else:
                     access.pass_through(group)
+            is_frozen = recomputes and not all(parameter.requires_grad for parameter in weights)
+            if is_frozen and (hooks := _hooks_on_saved()):
+                detaching.append(_detach_for(*hooks))
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if module is not own:
                 return
+            if detaching and (top := _hooks_on_saved()) and top[0] in detaching:
+                detaching.remove(top[0])
+                torch._C._autograd._pop_saved_tensors_default_hooks()
             # This runs also if the forward or an earlier hook has failed: only groups that were entered are left.
             for _ in needed[: len(entered)]:
                 access.leave(entered.pop())
@@ -177,6 +188,22 @@ class ModelHooks:
             access.enter(group.index)
             access.leave(group.index)
         return same.detach()  # a new view: it keeps the group there, which the saved one does not
+
+
+def _hooks_on_saved() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The hooks on saved tensors that are in force in this thread, for packing and for unpacking."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _detach_for(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> object:
+    """Push hooks that hand on views of what is saved: a recomputing checkpoint keeps frozen weights as themselves."""
+    detaching = functools.partial(_pack_detached, pack)
+    torch._C._autograd._push_saved_tensors_default_hooks(detaching, unpack)
+    return detaching
+
+
+def _pack_detached(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    return pack(tensor.detach())
 
 
 def _flatten_nothing() -> None:
