@@ -1060,6 +1060,11 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero.py::test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained",
     ),
     Mutation(
+        "what a backward calls is guarded", "train/guard.py OffloadedParameter.__torch_function__",
+        "func is torch.autograd.grad",
+        "train/test_out_of_turn.py::test_gradients_of_weights_that_are_not_on_the_device", "False",
+    ),
+    Mutation(
         "weights of one call do not make way for each other", "train/guard.py OffloadedParameter.__torch_function__",
         "values * 2", "train/test_bad_input.py::TestBudgets", "values",
     ),

@@ -19,6 +19,7 @@ import pytest
 import torch
 from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig
@@ -1213,6 +1214,26 @@ def test_gradients_of_another_dtype_are_refused_by_name(dtype: torch.dtype, othe
         pytest.raises(GraphError, match=rf"blocks\.2\.0\.bias is {other}, and the parameter {dtype}"),
     ):
         engine.backward(loss_of(engine(batches(1)[0].to(dtype))).float())
+
+
+class Penalized(Net):
+    """Adds gradients of parameters to its output; what they need is recomputed from weights that no module shows."""
+
+    takes = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(lambda x, own: functional.linear(x, own.weight).tanh(), x, block[0], use_reentrant=False)
+        weights = [block[0].weight for block in self.blocks][: self.takes]
+        return x + sum(one.sum() for one in torch.autograd.grad(loss_of(x), weights, create_graph=True))
+
+
+@pytest.mark.parametrize("takes", [1, 4])
+def test_gradients_of_weights_that_are_not_on_the_device(takes: int, tmp_path: Path) -> None:
+    model, trained = Penalized(), Penalized()
+    model.takes = trained.takes = takes
+    with tight_engine(tmp_path, model=trained) as engine:
+        train_both(engine, model, batches(3))
 
 
 class TakesItsJacobian(nn.Module):

@@ -130,6 +130,8 @@ class OffloadedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return func(*map(_edges, args), **kwargs)
         entered: list[tuple[Access, int]] = []
         try:
             if func not in _HARMLESS:
@@ -167,6 +169,13 @@ class OffloadedParameter(nn.Parameter):
     def as_subclass(self, cls: Any) -> Any:
         """As torch's own, which does not call `__torch_function__`."""
         return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
+
+
+def _edges(tensors: Iterable[Any]) -> Any:
+    """Hidden parameters as edges of the graph, for `torch.autograd.grad`, which needs no values and calls any code."""
+    with torch._C.DisableTorchFunctionSubclass():
+        edge = torch.autograd.graph.get_gradient_edge
+        return [edge(one) if isinstance(one, OffloadedParameter) else one for one in tensors]
 
 
 def _writes(func: Any) -> bool:
