@@ -482,8 +482,9 @@ MUTATIONS: Sequence[Mutation] = (
         "False",
     ),
     Mutation(
-        "what a loss saves is watched, too", "train/micro_batches.py losses_side_by_side", "with hooks.watching()",
-        "train/test_vertical.py::test_a_loss_may_read_weights_and_call_modules", "if True",
+        "what a loss saves is watched, too", "train/micro_batches.py losses_side_by_side",
+        "with hooks.watching(others)", "train/test_vertical.py::test_a_loss_may_read_weights_and_call_modules",
+        "if True",
     ),
     Mutation(
         "a forward in a pass is a part of it", "train/steps.py Steps._forward", "if parts.access.is_inside",
@@ -507,6 +508,11 @@ MUTATIONS: Sequence[Mutation] = (
         "frozen weights that a recomputation saves keep their group", "train/hooks.py _pack_detached",
         "tensor.detach()", "train/test_out_of_turn.py::test_frozen_weights_stay_for_a_recomputation_of_several_blocks",
         "tensor",
+    ),
+    Mutation(
+        "hooks of others get what is no weight", "train/hooks.py ModelHooks._before",
+        "others is None or others[0] == self._pack",
+        "train/test_out_of_turn.py::test_hooks_on_saved_tensors_get_all_but_weights", "True",
     ),
     Mutation(
         "what is saved does not", "train/groups.py Group._other_uses", " - self.saved_views()",

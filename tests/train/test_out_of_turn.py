@@ -1137,6 +1137,34 @@ def test_a_gradient_of_an_input_leaves_the_weights_guarded(tmp_path: Path) -> No
             assert torch.equal(engine.model.blocks[3][0].weight, model.blocks[3][0].weight)
 
 
+@pytest.mark.parametrize("schedule", [None, "horizontal", "vertical"])
+def test_hooks_on_saved_tensors_get_all_but_weights(schedule: str | None, tmp_path: Path) -> None:
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        packed.append(tensor.shape)
+        return (tensor.clone(),)
+
+    def unpack(given: tuple[torch.Tensor]) -> torch.Tensor:
+        unpacked.append(given[0].shape)
+        return given[0]
+
+    packed: list[torch.Size] = []
+    unpacked: list[torch.Size] = []
+    model, x = Net(), batches(1)[0]
+    loss_of(model(x)).backward()
+    plain(model).step()
+    with tight_engine(tmp_path) as engine:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            if schedule is None:
+                loss = loss_of(engine(x))
+                engine.backward(loss)
+                engine.step()
+            else:
+                engine.train_step([x, x], loss_of, schedule)
+        check_weights(engine, model)
+    assert set(packed) == {x.shape}
+    assert len(unpacked) == len(packed) == (2 if schedule else 1) * 9
+
+
 class Checkpointed(nn.Module):
     """Frozen convolutions, whose weights autograd saves as themselves, in checkpoints over two of them."""
 

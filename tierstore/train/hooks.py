@@ -26,6 +26,9 @@ from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import Group, ModelGroups
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""A pair of hooks on saved tensors: the one that packs, and the one that unpacks."""
+
 _Packed = tuple[Group | None, int, object, torch.Tensor]
 """What is kept of a saved tensor. For a view of a group's storage: the group, a number that grows with each change of
 the weights (the version of the view, and the step if they are trained), the group's token (whose references count the
@@ -50,7 +53,9 @@ class ModelHooks:
         self._watchers = 0
         self._here = _Here()
         self._step = 0
-        for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack, _pack_detached):
+        for called_by_autograd in (
+            ModelHooks._pack, ModelHooks._unpack, ModelHooks._pack_or_pass, _unpack_pair, _pack_detached,
+        ):  # fmt: skip
             # Uncompiled code in a compiled block saves, too: `torch.compile` would compile these for each shape. Unlike
             # `disable`, `skip` costs nothing per call. Not at module level: the import takes seconds.
             torch._dynamo.decorators.skip(called_by_autograd)
@@ -80,8 +85,11 @@ class ModelHooks:
         self._step += 1
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, others: Hooks | None = None) -> Iterator[None]:
         """Forward and backward run inside of this.
+
+        Args:
+            others: hooks that get what is no weight; None takes those in force in this thread.
 
         Raises:
             GraphError: `torch.func` takes gradients in here, which torch does not allow under such hooks.
@@ -89,7 +97,7 @@ class ModelHooks:
         self._watchers += 1
         self._here.watchers += 1
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*self._before(others or hooks_on_saved())):
                 yield
         except RuntimeError as error:
             if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
@@ -123,7 +131,7 @@ class ModelHooks:
             recomputes = torch._C._current_graph_task_id() != -1
             if not self._watchers:
                 self.refuse_outside()
-            if not self._watchers and torch.is_grad_enabled() and not (recomputes and _hooks_on_saved()):
+            if not self._watchers and torch.is_grad_enabled() and not (recomputes and hooks_on_saved()):
                 raise GraphError(
                     f"{type(module).__name__} was called outside of engine(...) with gradients enabled; "
                     "call it in the model's forward, inside `with engine.gathered([...]):`, or under torch.no_grad()"
@@ -140,14 +148,14 @@ class ModelHooks:
                 else:
                     access.pass_through(group)
             is_frozen = recomputes and not all(parameter.requires_grad for parameter in weights)
-            if is_frozen and (hooks := _hooks_on_saved()):
+            if is_frozen and (hooks := hooks_on_saved()):
                 detaching.append(_detach_for(*hooks))
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if module is not own:
                 return
-            if detaching and (top := _hooks_on_saved()) and top[0] in detaching:
+            if detaching and (top := hooks_on_saved()) and top[0] in detaching:
                 detaching.remove(top[0])
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             # This runs also if the forward or an earlier hook has failed: only groups that were entered are left.
@@ -155,6 +163,18 @@ class ModelHooks:
                 access.leave(entered.pop())
 
         return enter, leave
+
+    def _before(self, others: Hooks | None) -> Hooks:
+        """The engine's hooks, which hand what is no weight on to `others`: torch calls the last hooks only."""
+        if others is None or others[0] == self._pack:
+            return self._pack, self._unpack
+        return functools.partial(self._pack_or_pass, others), _unpack_pair
+
+    def _pack_or_pass(self, others: Hooks, tensor: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], Any]:
+        packed = self._pack(tensor)
+        if packed[0] is None and packed[2] is None:
+            return others[1], others[0](tensor)
+        return self._unpack, packed
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         try:
@@ -190,8 +210,8 @@ class ModelHooks:
         return same.detach()  # a new view: it keeps the group there, which the saved one does not
 
 
-def _hooks_on_saved() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The hooks on saved tensors that are in force in this thread, for packing and for unpacking."""
+def hooks_on_saved() -> Hooks | None:
+    """The hooks on saved tensors that are in force in this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -204,6 +224,10 @@ def _detach_for(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], tor
 
 def _pack_detached(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
     return pack(tensor.detach())
+
+
+def _unpack_pair(packed: tuple[Callable[[Any], torch.Tensor], Any]) -> torch.Tensor:
+    return packed[0](packed[1])
 
 
 def _flatten_nothing() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from tierstore.errors import ConfigError
 from tierstore.train.access import DeviceAccess
-from tierstore.train.hooks import ModelHooks
+from tierstore.train.hooks import ModelHooks, hooks_on_saved
 from tierstore.train.vertical import SideBySide
 
 LossOfBatch = Callable[[Callable[..., Any], Any], torch.Tensor]
@@ -88,9 +88,11 @@ def losses_side_by_side(
 ) -> list[torch.Tensor]:
     """The losses of micro-batches that pass each group together."""
 
+    others = hooks_on_saved()  # of this thread
+
     def loss_of(batch: Any) -> torch.Tensor:
         # In the forward's thread: nodes made in another one may rank below all of these, and separate the backwards.
-        with hooks.watching():  # the loss, too, may read weights: forward runs until the last one is made
+        with hooks.watching(others):  # the loss, too, may read weights: forward runs until the last one is made
             loss = loss_of_batch(model, batch)
         check_loss(loss)
         return loss.reshape(())
