@@ -1165,6 +1165,28 @@ def test_hooks_on_saved_tensors_get_all_but_weights(schedule: str | None, tmp_pa
     assert len(unpacked) == len(packed) == (2 if schedule else 1) * 9
 
 
+class KeepsWeights(nn.Module):
+    """Its hooks on saved tensors keep the weights of convolutions as themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Conv1d(16, 16, 1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            for block in self.blocks:
+                x = block(x.unsqueeze(-1)).tanh().squeeze(-1)
+        return x
+
+
+def test_weights_that_are_saved_past_the_engine_are_named_as_the_cause(tmp_path: Path) -> None:
+    with tight_engine(tmp_path, model=KeepsWeights()) as engine:
+        loss = loss_of(engine(batches(1)[0]))
+        with pytest.raises(GraphError, match=r"saved as itself: .* must return tensor\.detach\(\)"):
+            engine.backward(loss)
+
+
 class Checkpointed(nn.Module):
     """Frozen convolutions, whose weights autograd saves as themselves, in checkpoints over two of them."""
 

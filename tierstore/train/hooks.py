@@ -92,7 +92,8 @@ class ModelHooks:
             others: hooks that get what is no weight; None takes those in force in this thread.
 
         Raises:
-            GraphError: `torch.func` takes gradients in here, which torch does not allow under such hooks.
+            GraphError: `torch.func` takes gradients in here, which torch does not allow under such hooks; or backward
+                has met a parameter that was saved past these hooks.
         """
         self._watchers += 1
         self._here.watchers += 1
@@ -100,6 +101,12 @@ class ModelHooks:
             with torch.autograd.graph.saved_tensors_hooks(*self._before(others or hooks_on_saved())):
                 yield
         except RuntimeError as error:
+            if "storage of size 0" in str(error):
+                raise GraphError(
+                    "backward has met weights that are not on the device, because a parameter was saved as itself: by "
+                    "hooks on saved tensors (saved_tensors_hooks) in forward, which must return tensor.detach(), or by "
+                    "a function in a compiled block, which must call ctx.save_for_backward"
+                ) from error
             if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
                 raise
             raise GraphError(
