@@ -287,6 +287,26 @@ def test_a_commit_of_what_lives_in_memory_is_written_beside_the_step() -> None:
     assert on_cores(cached).step_s == pytest.approx(DRAG_BESIDE_COMPUTING * all_s)
 
 
+@pytest.mark.parametrize("schedule", [UpdateSchedule.FORWARD, UpdateSchedule.STEP])
+def test_an_update_after_backward_reads_in_backward_what_its_pool_holds(schedule: UpdateSchedule) -> None:
+    option = on_cores(cpu_bytes=0.6e9, schedule=schedule)
+    assert option.placement is not None
+    pool = option.placement.pools.update
+    assert 0 < pool < option.work["update"].read_bytes
+
+    def parts(size: int) -> dict[str, Work]:
+        placement = replace(option.placement, pools=replace(option.placement.pools, update=size))
+        job, node = Job(from_config(PRESET_FIELDS[Preset.P124M]), sequence=64), replace(NODES["laptop"], rates=CORES)
+        return step_work(job, Layout(), node, placement, schedule, 1.0)
+
+    none = parts(0)
+    assert option.work == none | {
+        "backward": none["backward"] + Work(read_bytes=pool), "update": none["update"] - Work(read_bytes=pool),
+    }  # fmt: skip
+    assert parts(2**40)["update"].read_bytes == 0
+    assert parts(2**40)["backward"].read_bytes == none["backward"].read_bytes + none["update"].read_bytes
+
+
 def times_as_fast(table: BandwidthTable, disk: float, links: float, compute: float) -> BandwidthTable:
     factors = {"read": 1, "write": 1, "shared": 1, "sync": 1, "h2d": links, "d2h": links}
     rates = {name: rate * factors.get(name.split("_")[0], compute) for name in RATE_NAMES

@@ -16,6 +16,9 @@ next commit. Where writes wait in a cache, they are synced in the background lik
 `plan/bandwidth.py`). Both are done first where the disks are idle, and only the rest makes a step longer. The cores
 have no part in syncs.
 
+[Note: reads ahead] An update after backward reads its first chunks during backward, as many as its pool holds: there
+they wait for gradients.
+
 [Note: drag] Where the cores that compute also run the I/O threads, reads and writes take longer than measured alone.
 `tune` learns how much from steps that it runs; here it is a factor from steps of GPT-2 124M and 1.5B on two cores.
 """
@@ -237,6 +240,10 @@ def step_work(
         pattern = step_pattern(job, schedule, commits_per_step, loads, kept)
         for name, work in _offload_work(placement, pattern, loads, _adam_elements_per_s(job, node)).items():
             parts[name] += Work(*(layout.gpus * value for value in astuple(work)))
+        if not updates_in_backward(schedule):  # see [Note: reads ahead]
+            ahead = Work(read_bytes=min(parts["update"].read_bytes, layout.gpus * placement.pools.update))
+            parts["backward"] += ahead
+            parts["update"] -= ahead
         if (norms := node.rates.norm_elements_per_s) is not None:  # of gradients that arrive in CPU memory
             parts["backward"] += Work(optimizer_s=layout.gpus * _elements_on_cpu(placement) / norms)
     return parts
