@@ -107,6 +107,26 @@ def test_adam_really_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [("bf16", 2**12), ("fp32", 2**12)]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_adam_takes_turns_over_more_memory_than_caches_hold(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[np.ndarray, ...]] = []
+    monkeypatch.setattr(compute, "update", lambda dtype, *chunk: seen.append(chunk[:3]))
+    load = compute.adam(dtype)
+    for _ in range(compute._ADAM_CHUNKS):
+        load.job()
+    assert len({part.ctypes.data for chunk in seen for part in chunk}) == 3 * compute._ADAM_CHUNKS
+    assert sum(part.nbytes for chunk in seen for part in chunk) > 256 * MIB
+
+
+def test_copies_take_turns_over_all_of_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "_COPY_BYTES", MIB)
+    memory = np.repeat(np.arange(8, dtype=np.uint8), MIB)
+    load = compute.memory_copies(memory)
+    for _ in range(4):
+        load.job()
+    assert memory[::MIB].tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
+
+
 def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     from tierstore.config import TierConfig
 
