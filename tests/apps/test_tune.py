@@ -23,7 +23,7 @@ from tierstore.apps import tune as apps_tune
 from tierstore.apps import tune_views
 from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.probe import ProbeOptions
-from tierstore.apps.trial import Measured, Recorded, Trial
+from tierstore.apps.trial import Measured, Recorded, Trial, WholeSteps
 from tierstore.apps.tune import Outcome, TuneOptions, as_train_options, candidates, machine_of, run, save
 from tierstore.cli import app
 from tierstore.config import UpdateSchedule
@@ -184,7 +184,8 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     options = TuneOptions(train=train, measure=True, depths=(0, 3), rounds=1, steps=2)
     said: list[str] = []
     outcome = run(options, rates, said.append)
-    assert [text.split()[0] for text in said] == ["recording", "measuring", "running", "measuring"]
+    told = [text.split()[0] for text in said if not text.startswith("note:")]  # these rates are of no machine
+    assert told == ["recording", "measuring", "running", "measuring"]
     assert len(seen) == 2
     assert sorted(outcome.measured) == sorted({0, 3, outcome.tuning.choice.depth})
     assert all(0 < one.low <= one.seconds <= one.high for one in outcome.measured.values())
@@ -301,6 +302,16 @@ def test_one_budget_for_both_tiers_stays_one() -> None:
         written = as_train_options(train, Outcome(record, Machine(RATES), tuning, {}))
         assert written.get("gpu_memory") == gpu_memory
         assert TrainOptions(**options_of_object(written, "written")).gpu_memory == gpu_memory
+
+
+def test_it_is_said_if_no_drag_makes_the_forecast_match_the_steps_that_were_run() -> None:
+    record = StepRecord((GroupNeed("a", 1000, 2, 10, True),), ((0, 1.0),), ((0, 1.0),), (0,))
+    train = TrainOptions(nvme=(Path("x"),), cpu_memory=64 * MIB)
+    said: list[str] = []
+    for step_s in (2.0, 3.0):
+        whole = WholeSteps(2.0, step_s, 1, UpdateSchedule.FORWARD)
+        apps_tune.calibrated_to(Recorded(record, whole), train, Machine(RATES), said.append)
+    assert said == ["note: steps took 3 s, and on paper 2 s: forecasts may be as far off"]
 
 
 @pytest.mark.parametrize("update", [UpdateSchedule.AUTO, UpdateSchedule.SPECULATIVE])

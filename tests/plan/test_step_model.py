@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError, FormatError
-from tierstore.plan import step_model
+from tierstore.plan import step_model, tuning
 from tierstore.plan.bandwidth import Activity, BandwidthTable
 from tierstore.plan.costs import StepPattern, step_traffic
 from tierstore.plan.placement import GroupNeed, Placement
@@ -352,6 +353,23 @@ class TestTuning:
         assert forecast(found, placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
         assert found.contention == pytest.approx(contention, abs=0.02)
         assert found.drag == pytest.approx(drag, abs=0.02)
+
+    def test_the_whole_step_is_met_even_where_contention_and_drag_change_each_other(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def seen(one: StepRecord, *_: object) -> SimpleNamespace:
+            computing_s = 1 + one.contention * one.drag
+            return SimpleNamespace(computing_s=computing_s, seconds=one.drag * computing_s)
+
+        monkeypatch.setattr(tuning, "forecast", seen)
+        given = (placed(15 * MIB, UpdateSchedule.FORWARD), Machine(RATES), StepPolicy(1, UpdateSchedule.FORWARD))
+        assert seen(calibrated(record(), *given, 2.2, 3.75)).seconds == pytest.approx(3.75, rel=0.01)
+
+    def test_the_argument_that_came_closest_is_taken_where_a_function_jumps(self) -> None:
+        def grows(argument: float) -> float:
+            return argument - 0.2 if argument <= 1.5 else argument + 0.1
+
+        assert grows(tuning._where(grows, 1.32, 0.25, 4.0)) == pytest.approx(1.3)
 
     def test_steps_beside_which_nothing_ran_do_not_tell_of_contention(self) -> None:
         short, placement = record(layers=4), placed(15 * MIB, UpdateSchedule.FORWARD, layers=4)

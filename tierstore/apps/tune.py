@@ -29,7 +29,7 @@ from tierstore.plan.one_memory import divided
 from tierstore.plan.placement import Placement
 from tierstore.plan.schedules import settled, usual
 from tierstore.plan.step_machine import Machine
-from tierstore.plan.step_model import StepPolicy
+from tierstore.plan.step_model import StepPolicy, forecast
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
 from tierstore.plan.tuning import DEPTHS, WORTH_IT, Candidate, Tuning, calibrated, tune
@@ -123,7 +123,7 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
     seen = [rates()]
     if options.record is None:
         say("running steps on paper")
-    record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(train), seen[0])
+    record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(train), seen[0], say)
     tuning = _tune(options, record, seen[0])
     measured: Mapping[int, Measured] = {}
     if options.measure:
@@ -271,8 +271,12 @@ def _as_recorded(train: TrainOptions) -> TrainOptions:
     return replace(train, update=UpdateSchedule.FORWARD, commit_every=1)
 
 
-def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> StepRecord:
+def calibrated_to(
+    recorded: Recorded, train: TrainOptions, machine: Machine, say: Callable[[str], None] = lambda note: None
+) -> StepRecord:
     """The recorded step with the contention and the drag that the whole steps show, which run beside updates.
+
+    If no drag makes the forecast match those steps, that is said.
 
     Args:
         train: the options under which they ran.
@@ -280,7 +284,11 @@ def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> 
     placement = next(candidates(recorded.step, train)).placement
     whole = recorded.whole
     policy = StepPolicy(whole.depth, whole.schedule, train.commit_every, train.commits)
-    return calibrated(recorded.step, placement, machine, policy, whole.computing_s, whole.step_s)
+    record = calibrated(recorded.step, placement, machine, policy, whole.computing_s, whole.step_s)
+    forecast_s = forecast(record, placement, machine, policy).seconds
+    if whole.step_s and abs(forecast_s / whole.step_s - 1) > WORTH_IT:
+        say(f"note: steps took {whole.step_s:.3g} s, and on paper {forecast_s:.3g} s: forecasts may be as far off")
+    return record
 
 
 def _tune(

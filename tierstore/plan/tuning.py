@@ -27,8 +27,8 @@ _BATCHES = (1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 USUAL_DEPTH = 2  # depth at which candidates are compared; depths differ far less than candidates
 _MOST_CONTENTION = 16.0
 _MOST_DRAG = 4.0  # more would be another disk than the measured one
-_TURNS = 2
-_HALVINGS = 10
+_TURNS = 5
+_HALVINGS = 7
 
 
 class Regime(enum.Enum):
@@ -114,24 +114,35 @@ def calibrated(
 
     if computing_s < (alone_s := contended(0.0)):  # beside an update nothing takes less than alone
         record = record.scaled(computing_s / alone_s)
-    for _ in range(_TURNS):  # each of the two changes the value found for the other
-        if dragged(1 / _MOST_DRAG) < step_s < dragged(_MOST_DRAG):
+    is_slowed = contended(_MOST_CONTENTION) >= (1 + WORTH_IT) * contended(0.0)
+    is_bounded = dragged(1 / _MOST_DRAG) < step_s < dragged(_MOST_DRAG)
+    for turn in range(_TURNS):  # each of the two changes the value found for the other; the whole step counts most
+        if turn % 2 == 0 and is_bounded:
             record = replace(record, drag=_where(dragged, step_s, 1 / _MOST_DRAG, _MOST_DRAG))
-        if contended(_MOST_CONTENTION) >= (1 + WORTH_IT) * contended(0.0):
+        if turn % 2 == 1 and is_slowed:
             record = replace(record, contention=_where(contended, computing_s, 0.0, _MOST_CONTENTION))
     return record
 
 
 def _where(grows: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """The argument from `low` to `high` at which a growing function is closest to `wanted`; looked for near 1 first."""
+    """The argument from `low` to `high` at which a function was seen closest to `wanted`; looked for near 1 first.
+
+    The function grows, but for jumps either way: a few speculative steps are up to a tenth longer than others.
+    """
+    seen: dict[float, float] = {}
+
+    def is_below(argument: float) -> bool:
+        seen[argument] = grows(argument)
+        return seen[argument] < wanted
+
     middle = 1.0
-    while middle < high and grows(middle) < wanted:
+    while middle < high and is_below(middle):
         low, middle = middle, 2 * middle
     high = min(middle, high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if grows(middle) < wanted else (low, middle)
-    return (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return min(seen, key=lambda argument: abs(seen[argument] - wanted))
 
 
 def tune(
