@@ -119,6 +119,13 @@ def test_every_contestant_has_the_memory_that_its_model_needs(
         assert forecasts.by_plan(step._as_train_options(own, options), MACHINE) is not None, own.name
 
 
+def test_a_step_with_rare_commits_is_foretold_with_its_share_of_a_flush(options: BenchOptions) -> None:
+    rare, _, none = (step._as_train_options(own, options) for own in step._OWN if own.heat == "memory")
+    assert (rare.commit_every, none.nvme) == (50, ())
+    share_s = (forecasts.by_plan(rare, MACHINE) or 0) - (forecasts.by_plan(none, MACHINE) or 0)
+    assert share_s == pytest.approx(MACHINE.table.durable_seconds(0, 12 * 124_439_808 / 50), rel=0.02)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_contestants_train_in_the_dtype_that_is_asked_for(dtype: str, tmp_path: Path) -> None:
     found = {}

@@ -45,7 +45,8 @@ def by_tune(record: StepRecord, train: TrainOptions, machine: Machine, depth: in
 
     usual = next(candidates(record, train))
     policy = StepPolicy(depth, usual.schedule, train.commit_every, train.commits)
-    return forecast(record, usual.placement, machine, policy).seconds
+    found = forecast(record, usual.placement, machine, policy)
+    return found.seconds + _flush_s(train, machine, found.written_bytes)
 
 
 def by_plan(train: TrainOptions, machine: Machine) -> float | None:
@@ -68,4 +69,15 @@ def by_plan(train: TrainOptions, machine: Machine) -> float | None:
     )
     situation = replace(situation, node=node, is_one_memory=train.gpu_memory is None)
     (option,) = options_of(situation, [Strategy.ENGINE])
-    return option.step_s if option.phases else None
+    if not option.phases:
+        return None
+    return option.step_s + _flush_s(train, machine, option.work["commit"].written_bytes)
+
+
+def _flush_s(train: TrainOptions, machine: Machine, committed_bytes: float) -> float:
+    """A step's share of a flush, which is measured where commits are rare; see [Note: a step's time].
+
+    Args:
+        committed_bytes: of a step, on average.
+    """
+    return machine.table.durable_seconds(0, committed_bytes) if train.commit_every > 1 else 0.0
