@@ -141,6 +141,18 @@ def same_as_ddp(
         return same(got, expected), reducer.layout(), layout
 
 
+def looked_at_between(rank: int, ranks: int) -> bool:
+    """Whether two forwards of one loss, and one that is only looked at before backward, give what DDP gives."""
+    theirs, ours = made(0, norm=True), made(0, norm=True)
+    ddp, reducer = DistributedDataParallel(theirs), GradientReducer(ours)
+    for wrapped in (ddp, reducer):
+        loss = sum(wrapped(batch_of(rank, step), (0, 1, 2, 3, 4, 5)).square().mean() for step in (0, 1))
+        with torch.no_grad():
+            wrapped(batch_of(rank, 2), (0,))
+        loss.backward()
+    return same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
 def same(left: Any, right: Any) -> bool:
     """Bit for bit, through lists."""
     if isinstance(left, list):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import call, run_in_turn, run_ranks
-from reducing import early, flat_shards, hidden, in_flight, same_as_ddp, stale_pair, suited
+from reducing import early, flat_shards, hidden, in_flight, looked_at_between, same_as_ddp, stale_pair, suited
 from torch import distributed
 
 from tierstore.train.data_parallel import reducer
@@ -48,6 +48,10 @@ def test_same_as_ddp(compared: dict[str, list[Any]], case: str) -> None:
         assert ours == theirs
         assert len(ours) > 1
         assert is_same
+
+
+def test_buffers_are_broadcast_while_graphs_have_saved_them() -> None:
+    assert run_ranks(2, looked_at_between) == [True, True]
 
 
 def test_delayed_is_a_one_step_stale_loop() -> None:

@@ -64,7 +64,7 @@ def broadcast_flat(ranks: Ranks, tensors: Sequence[torch.Tensor], what: str) -> 
             if ranks.rank != 0:
                 parts = torch.split(flat, [tensor.numel() for tensor in batch])
                 for tensor, part in zip(batch, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                    tensor.data.copy_(part.view(tensor.shape))  # as DDP: graphs that have saved it do not notice
 
 
 def _described(tensor: torch.Tensor, is_trained: bool) -> str:
