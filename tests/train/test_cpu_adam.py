@@ -304,6 +304,12 @@ def test_a_state_that_does_not_fit_is_refused():
     saved["state"][2]["exp_avg"] = torch.zeros(5, 17)
     with pytest.raises(ConfigError, match=r"\[5, 17\]"):
         optimizer.load_state_dict(saved)
+    unlikely = copy.deepcopy(optimizer.state_dict())
+    unlikely["param_groups"][0]["lr"] = -1.0
+    with pytest.raises(ConfigError, match="lr: must be greater than or equal to 0"):
+        optimizer.load_state_dict(unlikely)
+    with pytest.raises(ConfigError, match="it has no param_groups and no state"):
+        optimizer.load_state_dict({"weight": torch.zeros(3)})
     with pytest.raises(ConfigError, match="another kind of optimizer"):
         optimizer.load_state_dict(torch.optim.SGD(parameters, lr=0.1).state_dict())
     with pytest.raises(ConfigError, match="another kind of optimizer"):
@@ -529,6 +535,13 @@ def test_bad_options_of_a_group_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         optimizer.add_param_group({"params": [second], **options})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("group", [[1], {"lr": 1.0}], ids=["a list", "no params"])
+def test_what_is_no_group_is_refused(group):
+    optimizer = CPUAdam(parameters_of(torch.float32, shapes=((3,),)))
+    with pytest.raises(ConfigError, match="is a dictionary with 'params'"):
+        optimizer.add_param_group(group)
 
 
 def test_a_group_keeps_its_name_and_a_learning_rate_that_is_a_tensor():

@@ -446,7 +446,8 @@ class TensorStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close, in this order: refuse new work, wait for running calls, cancel loads, commit unless the block failed,
-        remove what no generation names, join the workers, unlock, free the memory.
+        remove what no generation names, join the workers, unlock, free the memory. A block of `acquire` is no call: end
+        those of other tasks before, or they raise `ClosedError` at their end, and what they changed is lost.
 
         Raises:
             Timeout: something did not end. It may still write, so memory and lock are kept until `close` is called, or

@@ -96,7 +96,8 @@ class CPUAdam(torch.optim.Optimizer):
     is lost.
 
     Results are bit-identical for every number of threads, provided that `torch.set_flush_denormal`, if used, is called
-    before the first step: the threads inherit it.
+    before the first step: the threads inherit it. The square of a gradient has to be finite in fp32: one above 1.8e19
+    makes the second moment of its parameter infinite.
 
     Args:
         params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
@@ -137,9 +138,11 @@ class CPUAdam(torch.optim.Optimizer):
         """As torch's.
 
         Raises:
-            ConfigError: a parameter is not a dense fp32, bf16 or fp16 tensor in CPU memory, or an option is bad; the
-                group was not added.
+            ConfigError: this is no dictionary with `params`, a parameter is not a dense fp32, bf16 or fp16 tensor in
+                CPU memory, or an option is bad; the group was not added.
         """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise ConfigError(f"a parameter group is a dictionary with 'params', got {param_group!r}")
         validate_options(param_group, self.defaults)
         parameters = param_group["params"]
         param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -209,15 +212,18 @@ class CPUAdam(torch.optim.Optimizer):
         """As torch's, but keeps fp32 state of 16-bit parameters; a state dict of `torch.optim.AdamW` fits too.
 
         Raises:
-            ConfigError: an option that this optimizer lacks is on, or a state has another shape, or comes from another
-                kind of optimizer; nothing was changed.
+            ConfigError: an option that this optimizer lacks is on, or one makes no sense, or a state has another shape,
+                or comes from another kind of optimizer; nothing was changed.
         """
+        if lacking := {"state", "param_groups"} - state_dict.keys():
+            raise ConfigError(f"the loaded state is that of no optimizer: it has no {' and no '.join(sorted(lacking))}")
         of_others = any(entry and not entry.keys() >= _MOMENTS for entry in state_dict["state"].values())
         for group in state_dict["param_groups"]:
             is_nadam_or_radam = "decoupled_weight_decay" in group and "amsgrad" not in group
             if of_others or is_nadam_or_radam or not group.keys() >= _OPTIONS:
                 raise ConfigError("the loaded state is that of another kind of optimizer")
             refuse_unsupported(group, "by CPUAdam, and the loaded state has it")
+            checked_options({name: group[name] for name in _OPTIONS})
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: _protect(loaded))
         try:
             super().load_state_dict(state_dict)
