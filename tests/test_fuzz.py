@@ -12,8 +12,8 @@ from tierstore.errors import FormatError
 
 sys.path.insert(0, str(ROOT / "tools"))
 fuzz = load("fuzz")
-REFUSED = {"pack": {"plain", "empty"}, "torch": {"sparse"}}
-"""Good inputs that are refused, because they are ordinary safetensors files, or sparse."""
+REFUSED = {"pack": {"plain", "empty"}, "index": {"sealed"}, "torch": {"sparse"}}
+"""Good inputs that are refused, because they are ordinary safetensors files, or that of a pack, or sparse."""
 
 
 @pytest.mark.filterwarnings("ignore")  # a crafted file makes zipfile and torch warn
