@@ -333,8 +333,8 @@ def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
         ConfigError: with the first difference.
     """
     for rank, theirs in enumerate(told):
-        for name, value in theirs.items():
-            if value != (other := told[0].get(name)):
+        for name in {**theirs, **told[0]}:  # also what rank 0 alone was given
+            if (value := theirs.get(name)) != (other := told[0].get(name)):
                 raise ConfigError(f"{_difference(name, rank, value, other)}; give all ranks the same")
 
 
