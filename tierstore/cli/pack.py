@@ -54,7 +54,10 @@ def pack(
         typer.Option(metavar="KEY", help="Only what the checkpoint holds below this key, such as state_dict."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a pack that is there; in a directory its configuration, too.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace a pack that is there; in a directory its configuration and tokenizer, too."
+        ),
     ] = False,
     timeout: Annotated[float, _TIMEOUT] = 1800.0,
     json: Annotated[Path | None, _JSON] = None,
