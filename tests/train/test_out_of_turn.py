@@ -1278,6 +1278,20 @@ class Penalized(Net):
         return x + sum(one.sum() for one in torch.autograd.grad(loss_of(x), weights, create_graph=True))
 
 
+def test_gradients_are_made_up_of_hidden_weights_that_a_loss_does_not_reach(tmp_path: Path) -> None:
+    def taking(net: nn.Module, args: tuple[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        weights = [block[0].weight for block in net.blocks]  # type: ignore[union-attr, index]
+        reached = functional.linear(x, weights[0]).square().sum()
+        made = torch.autograd.grad(reached, weights, create_graph=True, materialize_grads=True)
+        return x + sum(one.sum() for one in made)
+
+    model, trained = Net(), Net()
+    for one in (model, trained):
+        one.register_forward_hook(taking)
+    with tight_engine(tmp_path, model=trained) as engine:
+        train_both(engine, model, batches(3))
+
+
 @pytest.mark.parametrize("takes", [1, 4])
 def test_gradients_of_weights_that_are_not_on_the_device(takes: int, tmp_path: Path) -> None:
     model, trained = Penalized(), Penalized()

@@ -131,7 +131,7 @@ class OffloadedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
-            return func(*map(_edges, args), **kwargs)
+            return _grad(func, *args, **kwargs)
         entered: list[tuple[Access, int]] = []
         try:
             if func not in _HARMLESS:
@@ -169,6 +169,18 @@ class OffloadedParameter(nn.Parameter):
     def as_subclass(self, cls: Any) -> Any:
         """As torch's own, which does not call `__torch_function__`."""
         return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
+
+
+def _grad(grad: Any, outputs: Any, inputs: Any, *, materialize_grads: bool, **options: Any) -> Any:
+    """`torch.autograd.grad`, which refuses to make up gradients for edges of the graph."""
+    gradients = grad(_edges(outputs), _edges(inputs), **options)
+    if not materialize_grads:
+        return gradients
+    with torch._C.DisableTorchFunctionSubclass():  # of a hidden parameter only the shape is asked for
+        return tuple(
+            torch.zeros_like(one, requires_grad=options["create_graph"]) if gradient is None else gradient
+            for one, gradient in zip(inputs, gradients, strict=True)
+        )
 
 
 def _edges(tensors: Iterable[Any]) -> Any:
