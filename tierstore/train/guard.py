@@ -171,9 +171,16 @@ class OffloadedParameter(nn.Parameter):
         return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
 
 
-def _grad(grad: Any, outputs: Any, inputs: Any, *, materialize_grads: bool, **options: Any) -> Any:
-    """`torch.autograd.grad`, which refuses to make up gradients for edges of the graph."""
-    gradients = grad(_edges(outputs), _edges(inputs), **options)
+def _grad(
+    grad: Any, outputs: Any, inputs: Any, *, grad_outputs: Any, materialize_grads: bool, **options: Any
+) -> Any:
+    """`torch.autograd.grad`, which refuses to make up gradients for edges of the graph.
+
+    Hidden parameters among `grad_outputs` are copied: all of them would have to stay until it ends.
+    """
+    given = (grad_outputs,) if grad_outputs is None or isinstance(grad_outputs, torch.Tensor) else grad_outputs
+    copied = [one.clone() if isinstance(one, OffloadedParameter) else one for one in given]
+    gradients = grad(_edges(outputs), _edges(inputs), copied, **options)
     if not materialize_grads:
         return gradients
     with torch._C.DisableTorchFunctionSubclass():  # of a hidden parameter only the shape is asked for
