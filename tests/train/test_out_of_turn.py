@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -1278,12 +1278,20 @@ class Penalized(Net):
         return x + sum(one.sum() for one in torch.autograd.grad(loss_of(x), weights, create_graph=True))
 
 
-def test_gradients_are_made_up_of_hidden_weights_that_a_loss_does_not_reach(tmp_path: Path) -> None:
+def not_reached(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Any:
+    reached = functional.linear(x, weights[0]).square().sum()
+    return torch.autograd.grad(reached, weights, create_graph=True, materialize_grads=True)
+
+
+def several_losses(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Any:
+    return torch.autograd.grad([loss_of(x), x.sum()], weights, create_graph=True)
+
+
+@pytest.mark.parametrize("take", [not_reached, several_losses])
+def test_gradients_of_hidden_weights_in_forward(take: Callable[..., Any], tmp_path: Path) -> None:
     def taking(net: nn.Module, args: tuple[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         weights = [block[0].weight for block in net.blocks]  # type: ignore[union-attr, index]
-        reached = functional.linear(x, weights[0]).square().sum()
-        made = torch.autograd.grad(reached, weights, create_graph=True, materialize_grads=True)
-        return x + sum(one.sum() for one in made)
+        return x + sum(one.sum() for one in take(x, weights))
 
     model, trained = Net(), Net()
     for one in (model, trained):

@@ -178,9 +178,10 @@ def _grad(
 
     Hidden parameters among `grad_outputs` are copied: all of them would have to stay until it ends.
     """
-    given = (grad_outputs,) if grad_outputs is None or isinstance(grad_outputs, torch.Tensor) else grad_outputs
-    copied = [one.clone() if isinstance(one, OffloadedParameter) else one for one in given]
-    gradients = grad(_edges(outputs), _edges(inputs), copied, **options)
+    if grad_outputs is not None:  # None stands for all of them
+        given = (grad_outputs,) if isinstance(grad_outputs, torch.Tensor) else grad_outputs
+        grad_outputs = [one.clone() if isinstance(one, OffloadedParameter) else one for one in given]
+    gradients = grad(_edges(outputs), _edges(inputs), grad_outputs, **options)
     if not materialize_grads:
         return gradients
     with torch._C.DisableTorchFunctionSubclass():  # of a hidden parameter only the shape is asked for
